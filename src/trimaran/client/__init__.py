@@ -1,0 +1,1 @@
+"""The front end's half: engine clients, output processing, AsyncLLM and LLM."""

@@ -1,0 +1,48 @@
+"""The interface between the engine and whatever computes.
+
+Owns: the order of calls. ``load`` -> ``initialize_kv_cache`` -> ``warm_up`` -> any number of
+``execute`` -> ``shutdown``. Implementations: ``inproc`` (a worker in this process), ``mock``
+(deterministic fake tokens, torch-free). Chosen by the table in ``engine/engine_core.py`` and
+imported when chosen.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from trimaran.messages import (
+    KVCacheConfig,
+    ModelFacts,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+
+# Called with (phase, share of that phase done: 0 to 1, detail for people).
+ProgressCallback = Callable[[str, float, str], None]
+
+
+class Executor(Protocol):
+    """Computes plans. Any exception from ``execute`` leaves the engine in doubt and ends it."""
+
+    def load(self, on_progress: ProgressCallback) -> ModelFacts:
+        """Read the weights.
+
+        Raises CheckpointError: a file is missing, damaged or unsupported.
+        Raises ConfigError: a setting does not fit this model or machine.
+        """
+        ...
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the KV tensors."""
+        ...
+
+    def warm_up(self, on_progress: ProgressCallback) -> None:
+        """Run once what the first requests will need, so that they are not the slow ones."""
+        ...
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step. Plans arrive in order; each is executed exactly once."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release everything; may be called twice."""
+        ...
