@@ -48,7 +48,7 @@ class ModelArchitecture:
     attention_output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    # Added to every norm weight when loading: 1 for Gemma safetensors, 0 elsewhere (GGUF has it in).
+    # Added to every norm weight when loading: 1 for Gemma safetensors, else 0 (GGUF has it in).
     norm_weight_offset: float
     embedding_scale: float  # sqrt(hidden_size) for Gemma, else 1
     attention_scale: float  # multiplies q·k

@@ -30,7 +30,7 @@ class TensorSource(Protocol):
 
     @property
     def read_dtype(self) -> str:
-        """Of what ``read`` returns: "float32", "float16", or "bfloat16" (as uint16 bit patterns)."""
+        """What ``read`` returns: "float32", "float16" or "bfloat16" (bit patterns in uint16)."""
         ...
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
