@@ -188,5 +188,6 @@ def _copy_rows(source: TensorSource, start: int, target: torch.Tensor) -> float:
     values = torch.from_numpy(piece if piece.flags.writeable else piece.copy())
     if source.read_dtype == "bfloat16":
         values = values.view(torch.bfloat16)
-    target.copy_(values)
+    with torch.inference_mode():  # a mode of each thread: the caller's does not reach here
+        target.copy_(values)
     return source.stored_bytes * rows / source.shape[0]
