@@ -85,11 +85,13 @@ class Scheduler:
         if not source.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         request = Request(source, self._max_model_len, self._clock.wall())
-        wants_tokens = source.sampling_params.max_tokens != 0
-        if request.prompt_len + wants_tokens > self._max_model_len:
+        known = len(request.token_ids)
+        wanted = 0 if source.prior_output_ids or source.sampling_params.max_tokens == 0 else 1
+        if known + wanted > self._max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {request.prompt_len} tokens; prompt and output together may have"
-                f" {self._max_model_len} (--max-model-len)",
+                f"the prompt{' with its prior output' if source.prior_output_ids else ''} has"
+                f" {known} tokens; prompt and output together may have {self._max_model_len}"
+                " (--max-model-len)",
                 param="prompt",
             )
         needed = self._kv.peak_blocks(request.num_kv_tokens)
