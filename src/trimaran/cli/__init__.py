@@ -1,4 +1,4 @@
-"""The ``trimaran`` command: parses, prints, hands over; imports what a command needs when it runs."""
+"""The ``trimaran`` command: parses, prints and hands over; imports what a command needs late."""
 
 import sys
 from collections.abc import Sequence
