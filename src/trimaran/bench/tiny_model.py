@@ -112,6 +112,6 @@ def _write_tokenizer(folder: Path) -> None:
                 "bos_token": "<s>",
                 "eos_token": "</s>",
                 "chat_template": CHAT_TEMPLATE,
-            }  # fmt: skip
+            }
         )
     )
