@@ -296,6 +296,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     Apply in this order: leave (``left_request_ids``), enter (``new_requests``), append
     ``new_block_ids``, then compute. A request samples in this step if its scheduled tokens reach
     the end of its known tokens; others are prefill chunks that sample nothing.
+
+    A row may read blocks that an earlier row of the same plan fills (a prefix found while it is
+    being computed): each layer stores the keys and values of all rows before any row attends.
     """
 
     step: int
