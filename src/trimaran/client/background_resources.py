@@ -28,5 +28,5 @@ class BackgroundResources:
         for name, close in reversed(stack):
             try:
                 close()
-            except Exception:  # noqa: BLE001  the teardown of one resource
+            except Exception:
                 logger.exception("could not close %s", name)

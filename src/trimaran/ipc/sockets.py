@@ -141,7 +141,7 @@ class Socket:
 
     @property
     def has_message(self) -> bool:
-        return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def fileno(self) -> int:
         """Edge-triggered: readable means that events changed, not that a message waits."""

@@ -165,7 +165,7 @@ class LaunchedEngines:
     def _watch(self) -> None:
         try:
             self._watch_until_closed()
-        except BaseException as error:  # noqa: BLE001  the main of a thread: whoever waits is told
+        except BaseException as error:
             if not self.ready.done():
                 self.ready.set_exception(error)
             else:
