@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from trimaran.client.core_client import EngineCoreClient
 from trimaran.client.input_processor import InputProcessor
-from trimaran.client.model_files import open_model_files
+from trimaran.client.model_files import open_model_files, with_model_path
 from trimaran.client.output_processor import Metrics, OutputProcessor, RequestStream
 from trimaran.client.outputs import RequestOutput
 from trimaran.config import EngineConfig
@@ -66,6 +66,7 @@ class AsyncLLM:
         config = config or EngineConfig()
         loop = asyncio.get_running_loop()
         files = await loop.run_in_executor(None, open_model_files, config.model)
+        config = with_model_path(config, files.source.path)
         client = await loop.run_in_executor(None, EngineCoreClient.make_client, True, True, config)
         llm = cls(client, *files, seed=config.model.seed)
         try:
@@ -93,8 +94,8 @@ class AsyncLLM:
 
         Raises DeadlineExceededError: says which ranks are missing.
         """
-        ready = await self._client.wait_ready_async(timeout_s)
-        self._inputs.max_model_len = min(r.max_model_len for r in ready)
+        await self._client.wait_ready_async(timeout_s)
+        self._inputs.max_model_len = min(r.max_model_len for r in self._client.ready)
         self._handler = asyncio.create_task(self._handle_outputs(), name="output_handler")
         self.is_ready = True
 
@@ -174,8 +175,10 @@ class AsyncLLM:
             except EngineDeadError as error:
                 logger.debug("nothing to abort: %s", error)
 
-    async def control(self, operation: ControlOperation, *, timeout_s: float = 30.0) -> Any:
-        """Run a control operation on the engine; its result type is in its docstring."""
+    async def control(
+        self, operation: ControlOperation, *, timeout_s: float = 30.0
+    ) -> list[object]:
+        """Run a control operation on every engine; results in order of rank (messages.py)."""
         self._check_alive()
         return await self._client.control_async(operation, timeout_s)
 
@@ -210,7 +213,7 @@ class AsyncLLM:
         if self.dead_error is None:
             self._die(EngineDeadError("the engine client was closed"))
         self._pool.shutdown(wait=False, cancel_futures=True)
-        await asyncio.get_running_loop().run_in_executor(None, self._client.shutdown)
+        await self._client.shutdown_async()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self

@@ -5,11 +5,10 @@ Owns: one sync engine client (in this process or in a child) and the request str
 """
 
 from types import TracebackType
-from typing import Any
 
 from trimaran.client.core_client import EngineCoreClient
 from trimaran.client.input_processor import InputProcessor
-from trimaran.client.model_files import open_model_files
+from trimaran.client.model_files import open_model_files, with_model_path
 from trimaran.client.output_processor import OutputProcessor, RequestStream
 from trimaran.client.outputs import RequestOutput
 from trimaran.config import EngineConfig
@@ -26,13 +25,13 @@ class LLMEngine:
 
         Raises StartupError: with the engine's own first cause.
         """
-        self.config = config
         self.source, self.tokenizer, self.chat_template = open_model_files(config.model)
+        self.config = config = with_model_path(config, self.source.path)
         self._client = EngineCoreClient.make_client(multiprocess, False, config)
         try:
-            ready = self._client.wait_ready(config.launch.engine_ready_timeout_s)
+            self._client.wait_ready(config.launch.engine_ready_timeout_s)
             self._inputs = InputProcessor(self.source, self.tokenizer, seed=config.model.seed)
-            self._inputs.max_model_len = min(r.max_model_len for r in ready)
+            self._inputs.max_model_len = min(r.max_model_len for r in self._client.ready)
             self._outputs = OutputProcessor(self.tokenizer)
         except BaseException:
             self._client.shutdown()
@@ -127,8 +126,8 @@ class LLMEngine:
                     del self._streams[request_id]
         return items
 
-    def control(self, operation: ControlOperation, *, timeout_s: float = 30.0) -> Any:
-        """Run a control operation on the engine; its result type is in its docstring."""
+    def control(self, operation: ControlOperation, *, timeout_s: float = 30.0) -> list[object]:
+        """Run a control operation on every engine; results in order of rank (messages.py)."""
         return self._client.control(operation, timeout_s)
 
     def shutdown(self) -> None:

@@ -6,7 +6,9 @@ Called by AsyncLLM, LLM and server/. Blocks on files (and, for a hub id, on the 
 from pathlib import Path
 from typing import NamedTuple
 
-from trimaran.config import ModelConfig
+import msgspec
+
+from trimaran.config import EngineConfig, ModelConfig
 from trimaran.errors import ConfigError
 from trimaran.formats.checkpoint import ModelSource
 from trimaran.formats.hub import locate_model
@@ -35,6 +37,13 @@ def open_model_files(config: ModelConfig) -> ModelFiles:
     source = open_model(path)
     tokenizer = load_tokenizer(source.tokenizer)
     return ModelFiles(source, tokenizer, _chat_template(config, source, tokenizer))
+
+
+def with_model_path(config: EngineConfig, path: Path) -> EngineConfig:
+    """The settings for an engine, which takes a path and never searches or downloads."""
+    return msgspec.structs.replace(
+        config, model=msgspec.structs.replace(config.model, model=str(path))
+    )
 
 
 def _chat_template(
