@@ -145,7 +145,10 @@ class MPClient(EngineCoreClient):
     def ready(self) -> list[EngineCoreReadyResponse]:
         return [engine.ready for engine in self._engines.values() if engine.ready is not None]
 
-    def engine_died(self, death: EngineDeath) -> None:
+    def fail(self, cause: str) -> None:
+        self._fail_all(EngineDeadError("the deployment failed", cause=cause))
+
+    def _engine_died(self, death: EngineDeath) -> None:
         with self._lock:
             engine = self._engines.get(death.rank)
             if engine is None or engine.dead or engine.incarnation not in (None, death.incarnation):
@@ -255,7 +258,7 @@ class MPClient(EngineCoreClient):
     def _on_output(self, frames: list[bytes]) -> None:
         try:
             if frames[0] == ENGINE_CORE_DEAD:
-                self.engine_died(self._decode_death.decode(frames[-1]))
+                self._engine_died(self._decode_death.decode(frames[-1]))
                 return
             outputs = self._decode_outputs.decode(frames[0])
         except ProtocolError as error:
@@ -399,7 +402,7 @@ class SyncMPClient(MPClient):
         self._finalizer()
 
     def _on_child_end(self, death: EngineDeath) -> None:
-        self.engine_died(death)
+        self._engine_died(death)
 
     def _wake_receiver(self) -> None:
         self._arrived.notify_all()
@@ -493,9 +496,9 @@ class AsyncMPClient(MPClient):
 
     def _on_child_end(self, death: EngineDeath) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.engine_died, death)
+            self._loop.call_soon_threadsafe(self._engine_died, death)
         else:
-            self.engine_died(death)
+            self._engine_died(death)
 
     def _wake_receiver(self) -> None:
         self._arrived.set()
