@@ -43,6 +43,7 @@ from trimaran.ipc.sockets import AsyncReceiver, Context, Poller, Sent, Socket
 from trimaran.launch.core_engines import LaunchedEngines, launch_core_engines
 from trimaran.launch.links import BoundLinks, ClientLinks
 from trimaran.launch.plan import plan_engines
+from trimaran.launch.processes import ENGINE_ENTRY
 from trimaran.messages import (
     ENGINE_CORE_DEAD,
     AbortRequests,
@@ -91,9 +92,12 @@ class MPClient(EngineCoreClient):
         self,
         config: EngineConfig,
         links: ClientLinks | None = None,
+        *,
         death_policy: DeathPolicy | None = None,
+        engine_entry: str = ENGINE_ENTRY,
     ) -> None:
         self._config = config
+        self._engine_entry = engine_entry
         self._policy = death_policy or RaiseOnDeath()
         self._encoder = Encoder()
         self._decode_outputs: Decoder[EngineCoreOutputs] = Decoder(EngineCoreOutputs)
@@ -129,7 +133,13 @@ class MPClient(EngineCoreClient):
         self.resources.push("the listeners", bound.close)
         self._open_links(bound.spec)
         self._launched = launch_core_engines(
-            self._config, plan, [bound.spec], folder, self._context, _weakly(self._on_child_end)
+            self._config,
+            plan,
+            [bound.spec],
+            folder,
+            self._context,
+            _weakly(self._on_child_end),
+            self._engine_entry,
         )
         self.resources.push("the engines", self._launched.close)
 
@@ -337,9 +347,9 @@ class SyncMPClient(MPClient):
         self,
         config: EngineConfig,
         links: ClientLinks | None = None,
-        death_policy: DeathPolicy | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(config, links, death_policy)
+        super().__init__(config, links, **options)
         self._arrived = threading.Condition(self._lock)
         try:
             reader = _OutputReader(self._context, self._outputs, _weakly(self._on_output))
@@ -415,9 +425,9 @@ class AsyncMPClient(MPClient):
         self,
         config: EngineConfig,
         links: ClientLinks | None = None,
-        death_policy: DeathPolicy | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(config, links, death_policy)
+        super().__init__(config, links, **options)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._arrived = asyncio.Event()
         self._greeted = asyncio.Event()

@@ -39,13 +39,14 @@ class ModelLocator:
         self._find = find
         self._done = os.eventfd(0, os.EFD_CLOEXEC)
         # Not waited for at the end: a download may hang in the network, and dies with us.
-        threading.Thread(target=self._run, name="model-locator", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="model-locator", daemon=True)
+        self._thread.start()
 
     def fileno(self) -> int:
         return self._done
 
     def close(self) -> None:
-        if self.result.done():
+        if not self._thread.is_alive():
             os.close(self._done)
 
     def _run(self) -> None:
