@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import uvloop
+from fastapi import FastAPI
 from tests.unit.server.fake_llm import FakeLLM
 
 from trimaran.config import Config, resolve
@@ -36,6 +37,7 @@ class Server:
     llm: FakeLLM
     client: httpx.Client
     http: HTTPServer
+    app: FastAPI
     loop: asyncio.AbstractEventLoop
     deployment: list[DeploymentState] = field(default_factory=lambda: [READY])
 
@@ -82,7 +84,8 @@ def serving(llm: FakeLLM | None = None, **flags: Any) -> Iterator[Server]:
         deployment=lambda: deployment[0],
         llm=llm,
     )
-    server = HTTPServer(build_app(state, load_keys(config.server)), state)
+    app = build_app(state, load_keys(config.server))
+    server = HTTPServer(app, state)
     loop = uvloop.new_event_loop()
     failures: list[BaseException] = []
 
@@ -98,7 +101,7 @@ def serving(llm: FakeLLM | None = None, **flags: Any) -> Iterator[Server]:
     url = f"http://127.0.0.1:{port}"
     try:
         with httpx.Client(base_url=url, timeout=DEADLINE_S) as client:
-            yield Server(url, port, state, llm, client, server, loop, deployment)
+            yield Server(url, port, state, llm, client, server, app, loop, deployment)
     finally:
         server.stop()
         thread.join(DEADLINE_S)
