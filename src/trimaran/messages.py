@@ -213,15 +213,6 @@ HandshakeMessage = (
 )
 
 
-class ChildFailure(msgspec.Struct, array_like=True, gc=False):
-    """What a dying child writes to its failure pipe: printed last, by its parent."""
-
-    type_name: str
-    message: str
-    hint: str | None
-    traceback: str
-
-
 class DeploymentState(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Supervisor to API servers, on change: what /ready answers while engines load."""
 
@@ -229,6 +220,8 @@ class DeploymentState(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     phase: str
     percent: float
     failure: str | None = None
+    # Where the model is on this machine, once it is: located (and downloaded) in one place only.
+    model_path: str | None = None
 
 
 # ----------------------------------------------------------------------------- the model's KV cache
@@ -303,6 +296,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     Apply in this order: leave (``left_request_ids``), enter (``new_requests``), append
     ``new_block_ids``, then compute. A request samples in this step if its scheduled tokens reach
     the end of its known tokens; others are prefill chunks that sample nothing.
+
+    A row may read blocks that an earlier row of the same plan fills (a prefix found while it is
+    being computed): each layer stores the keys and values of all rows before any row attends.
     """
 
     step: int

@@ -1,0 +1,1 @@
+"""The engine: one step after another, from requests to tokens."""

@@ -1,0 +1,175 @@
+"""One engine: a scheduler, an executor, and the step that drives them.
+
+Owns: start-up (load, size the KV cache, warm up), the step, and the operations of control. Knows
+nothing of queues, threads or sockets, nor of its own rank: in process, InprocClient calls it; in a
+process of its own, EngineCoreProc does and stamps rank and incarnation on what leaves.
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import assert_never, cast
+
+from trimaran.clock import SYSTEM_CLOCK, Clock
+from trimaran.config import EngineConfig
+from trimaran.errors import InvalidRequestError
+from trimaran.executor.base import Executor, ProgressCallback
+from trimaran.messages import (
+    ControlOperation,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    Ping,
+    ResetPrefixCache,
+    SchedulerStats,
+)
+from trimaran.scheduling.kv_cache_manager import KVCacheManager
+from trimaran.scheduling.kv_layout import plan_kv_cache
+from trimaran.scheduling.scheduler import Scheduler
+
+# Imported when chosen: the mock must not load torch.
+EXECUTORS = {
+    "uni": "trimaran.executor.inproc:InprocExecutor",
+    "mock": "trimaran.executor.mock:MockExecutor",
+}
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """The executor that --distributed-executor-backend names, not loaded yet."""
+    module, _, name = EXECUTORS[config.executor.distributed_executor_backend].partition(":")
+    return cast(Executor, getattr(importlib.import_module(module), name)(config))
+
+
+def _no_progress(phase: str, share: float, detail: str) -> None:
+    """For callers who do not watch."""
+
+
+class EngineCore:
+    """Ready to step once constructed; owns the executor from then on.
+
+    Raises CheckpointError, ConfigError: the model cannot be loaded, or does not fit (the executor
+    is shut down then).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        on_progress: ProgressCallback = _no_progress,
+    ) -> None:
+        self._executor = executor
+        self._clock = clock
+        self.phases: list[tuple[str, float]] = []  # of start-up, in seconds
+        try:
+            self._start(config, on_progress)
+        except BaseException:
+            executor.shutdown()
+            raise
+
+    def _start(self, config: EngineConfig, on_progress: ProgressCallback) -> None:
+        began = self._clock.monotonic()
+
+        def phase_done(name: str) -> None:
+            nonlocal began
+            now = self._clock.monotonic()
+            self.phases.append((name, now - began))
+            began = now
+
+        self.facts = self._executor.load(on_progress)
+        phase_done("loading")
+        self.kv_config, self.max_model_len = plan_kv_cache(self.facts, config)
+        self._executor.initialize_kv_cache(self.kv_config)
+        phase_done("KV cache")
+        self._executor.warm_up(on_progress)
+        phase_done("warming up")
+        self._scheduler = Scheduler(
+            config.scheduler,
+            KVCacheManager(
+                self.kv_config,
+                max_chunk=config.scheduler.max_num_batched_tokens,
+                enable_prefix_caching=config.cache.enable_prefix_caching,
+            ),
+            max_model_len=self.max_model_len,
+            clock=self._clock,
+        )
+
+    def ready_response(
+        self, rank: int, incarnation: int, phases: Sequence[tuple[str, float]] = ()
+    ) -> EngineCoreReadyResponse:
+        """What was found out; ``phases`` are those of the process before this object."""
+        layout, facts = self.kv_config.layout, self.facts
+        return EngineCoreReadyResponse(
+            rank=rank,
+            incarnation=incarnation,
+            num_kv_blocks=self.kv_config.num_blocks - 1,  # usable ones
+            block_size=layout.block_size,
+            max_model_len=self.max_model_len,
+            vocab_size=facts.vocab_size,
+            dtype=facts.dtype,
+            kv_cache_bytes=self.kv_config.num_blocks * layout.bytes_per_block,
+            weight_bytes=facts.weight_bytes,
+            num_threads=facts.num_threads,
+            kernels=facts.kernels,
+            phases=[*phases, *self.phases],
+        )
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request for the next steps.
+
+        Raises InvalidRequestError: it can never run here; nothing was queued.
+        """
+        for field, token_ids in (
+            ("prompt", request.prompt_token_ids),
+            ("prior_output_ids", request.prior_output_ids),
+        ):
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.facts.vocab_size:
+                raise InvalidRequestError(
+                    f"{field} has token ids outside the vocabulary (0 to"
+                    f" {self.facts.vocab_size - 1}): from {min(token_ids)} to {max(token_ids)}",
+                    param=field,
+                )
+        request.sampling_params.verify_for_model(self.facts.vocab_size)
+        self._scheduler.add(request)
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """Drop these, whatever they are doing; nothing more comes out for them."""
+        self._scheduler.abort(request_ids)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work()
+
+    def stats(self) -> SchedulerStats:
+        return self._scheduler.stats()
+
+    def step(self) -> dict[int, EngineCoreOutputs]:
+        """Compute one step; returns what it brought, by client index, statistics with each.
+
+        A step that brought no token yet (a long prompt) reports its statistics to client 0.
+        Without work: nothing. Any exception leaves the engine in doubt; the caller ends it.
+        """
+        if not self._scheduler.has_work():
+            return {}
+        plan = self._scheduler.schedule()
+        outputs = self._scheduler.update(plan, self._executor.execute(plan))
+        stats, now = self._scheduler.stats(), self._clock.wall()
+        return {
+            client: EngineCoreOutputs(
+                rank=0, incarnation=0, outputs=news, stats=stats, timestamp=now
+            )
+            for client, news in (outputs or {0: []}).items()
+        }
+
+    def control(self, operation: ControlOperation) -> object:
+        """Carry out an operation; the result is of the type that the operation documents."""
+        match operation:
+            case ResetPrefixCache():
+                return self._scheduler.reset_prefix_cache()
+            case Ping():
+                return self._scheduler.stats()
+            case _:
+                assert_never(operation)
+
+    def shutdown(self) -> None:
+        """Release the executor; may be called twice."""
+        self._executor.shutdown()

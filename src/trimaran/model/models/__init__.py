@@ -1,0 +1,1 @@
+"""The model families: how the layers are wired."""
