@@ -15,7 +15,6 @@ from trimaran.messages import (
     EngineCoreOutputs,
     EngineCoreReadyResponse,
     EngineCoreRequest,
-    EngineDeath,
     Ping,
     ResetPrefixCache,
     SchedulerStats,
@@ -74,8 +73,8 @@ class EngineCoreClient:
         """What the engines found out, in order of rank; complete after ``wait_ready``."""
         raise NotImplementedError
 
-    def engine_died(self, death: EngineDeath) -> None:
-        """Hear of a death from somebody else (the supervisor)."""
+    def fail(self, cause: str) -> None:
+        """Hear from the supervisor that the deployment is over: every call raises from now on."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------ plain

@@ -36,6 +36,9 @@ class InprocClient(EngineCoreClient):
     def ready(self) -> list[EngineCoreReadyResponse]:
         return [self._ready]
 
+    def fail(self, cause: str) -> None:
+        self._error = EngineDeadError("the deployment failed", cause=cause)
+
     def wait_ready(self, timeout_s: float | None = None) -> None:
         self._check()
 

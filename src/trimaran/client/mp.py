@@ -43,6 +43,7 @@ from trimaran.ipc.sockets import AsyncReceiver, Context, Poller, Sent, Socket
 from trimaran.launch.core_engines import LaunchedEngines, launch_core_engines
 from trimaran.launch.links import BoundLinks, ClientLinks
 from trimaran.launch.plan import plan_engines
+from trimaran.launch.processes import ENGINE_ENTRY
 from trimaran.messages import (
     ENGINE_CORE_DEAD,
     AbortRequests,
@@ -91,9 +92,12 @@ class MPClient(EngineCoreClient):
         self,
         config: EngineConfig,
         links: ClientLinks | None = None,
+        *,
         death_policy: DeathPolicy | None = None,
+        engine_entry: str = ENGINE_ENTRY,
     ) -> None:
         self._config = config
+        self._engine_entry = engine_entry
         self._policy = death_policy or RaiseOnDeath()
         self._encoder = Encoder()
         self._decode_outputs: Decoder[EngineCoreOutputs] = Decoder(EngineCoreOutputs)
@@ -129,7 +133,13 @@ class MPClient(EngineCoreClient):
         self.resources.push("the listeners", bound.close)
         self._open_links(bound.spec)
         self._launched = launch_core_engines(
-            self._config, plan, [bound.spec], folder, self._context, _weakly(self._on_child_end)
+            self._config,
+            plan,
+            [bound.spec],
+            folder,
+            self._context,
+            _weakly(self._on_child_end),
+            self._engine_entry,
         )
         self.resources.push("the engines", self._launched.close)
 
@@ -145,7 +155,10 @@ class MPClient(EngineCoreClient):
     def ready(self) -> list[EngineCoreReadyResponse]:
         return [engine.ready for engine in self._engines.values() if engine.ready is not None]
 
-    def engine_died(self, death: EngineDeath) -> None:
+    def fail(self, cause: str) -> None:
+        self._fail_all(EngineDeadError("the deployment failed", cause=cause))
+
+    def _engine_died(self, death: EngineDeath) -> None:
         with self._lock:
             engine = self._engines.get(death.rank)
             if engine is None or engine.dead or engine.incarnation not in (None, death.incarnation):
@@ -255,7 +268,7 @@ class MPClient(EngineCoreClient):
     def _on_output(self, frames: list[bytes]) -> None:
         try:
             if frames[0] == ENGINE_CORE_DEAD:
-                self.engine_died(self._decode_death.decode(frames[-1]))
+                self._engine_died(self._decode_death.decode(frames[-1]))
                 return
             outputs = self._decode_outputs.decode(frames[0])
         except ProtocolError as error:
@@ -334,9 +347,9 @@ class SyncMPClient(MPClient):
         self,
         config: EngineConfig,
         links: ClientLinks | None = None,
-        death_policy: DeathPolicy | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(config, links, death_policy)
+        super().__init__(config, links, **options)
         self._arrived = threading.Condition(self._lock)
         try:
             reader = _OutputReader(self._context, self._outputs, _weakly(self._on_output))
@@ -399,7 +412,7 @@ class SyncMPClient(MPClient):
         self._finalizer()
 
     def _on_child_end(self, death: EngineDeath) -> None:
-        self.engine_died(death)
+        self._engine_died(death)
 
     def _wake_receiver(self) -> None:
         self._arrived.notify_all()
@@ -412,9 +425,9 @@ class AsyncMPClient(MPClient):
         self,
         config: EngineConfig,
         links: ClientLinks | None = None,
-        death_policy: DeathPolicy | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(config, links, death_policy)
+        super().__init__(config, links, **options)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._arrived = asyncio.Event()
         self._greeted = asyncio.Event()
@@ -493,9 +506,9 @@ class AsyncMPClient(MPClient):
 
     def _on_child_end(self, death: EngineDeath) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.engine_died, death)
+            self._loop.call_soon_threadsafe(self._engine_died, death)
         else:
-            self.engine_died(death)
+            self._engine_died(death)
 
     def _wake_receiver(self) -> None:
         self._arrived.set()

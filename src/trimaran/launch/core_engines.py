@@ -213,6 +213,7 @@ def launch_core_engines(
     folder: PrivateFolder,
     context: Context,
     on_death: Callable[[EngineDeath], None],
+    entry: str = ENGINE_ENTRY,
 ) -> LaunchedEngines:
     """Start the planned engines as children of this process, and watch them.
 
@@ -220,4 +221,9 @@ def launch_core_engines(
     caller holds the links, and closes what is returned. ``on_death`` is called from another thread,
     for an engine that ends after it was ready. Raises OSError: a process cannot be started.
     """
-    return LaunchedEngines(CoreEngines(config, plan, links, folder, context), on_death)
+    engines = CoreEngines(config, plan, links, folder, context, entry=entry)
+    try:
+        return LaunchedEngines(engines, on_death)
+    except BaseException:
+        engines.close(0.0)
+        raise
