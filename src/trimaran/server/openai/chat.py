@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from trimaran.client.async_llm import AsyncLLM
 from trimaran.client.outputs import CompletionOutput
 from trimaran.errors import InvalidRequestError
 from trimaran.server.errors import request_id_of
@@ -26,10 +27,10 @@ from trimaran.server.openai.generation import (
 from trimaran.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from trimaran.server.openai.protocol import ChatCompletionRequest, ConversationBody
 from trimaran.server.sse import EventStream, cancelled_when_gone
-from trimaran.server.state import ServerState, ServingLLM
+from trimaran.server.state import ServerState
 
 
-async def render(llm: ServingLLM, body: ConversationBody) -> str:
+async def render(llm: AsyncLLM, body: ConversationBody) -> str:
     """The conversation as the model's template writes it.
 
     Raises InvalidRequestError: there is no template, or it refuses these messages.

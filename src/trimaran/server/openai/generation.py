@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 
+from trimaran.client.async_llm import AsyncLLM
 from trimaran.client.outputs import PositionLogprobs, RequestOutput
 from trimaran.errors import InvalidRequestError, RequestFailedError
 from trimaran.sampling_params import SamplingParams
 from trimaran.server.openai.protocol import GenerationBody
 from trimaran.server.sse import DONE, merge
-from trimaran.server.state import ServerState, ServingLLM
+from trimaran.server.state import ServerState
 
 to_json = msgspec.json.encode
 
@@ -34,7 +35,7 @@ class PromptFitter:
     """Cuts and checks the prompts of one HTTP request against the model's length limit."""
 
     def __init__(
-        self, state: ServerState, llm: ServingLLM, body: GenerationBody, num_prompts: int
+        self, state: ServerState, llm: AsyncLLM, body: GenerationBody, num_prompts: int
     ) -> None:
         self._limit = llm.max_model_len
         self._vocab_size = llm.vocab_size
@@ -131,7 +132,7 @@ class GenerationRun:
     """All prompts of one HTTP request on their way through the engines."""
 
     def __init__(
-        self, state: ServerState, llm: ServingLLM, body: GenerationBody, num_prompts: int
+        self, state: ServerState, llm: AsyncLLM, body: GenerationBody, num_prompts: int
     ) -> None:
         self.llm = llm
         self.body = body
