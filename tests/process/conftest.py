@@ -59,7 +59,7 @@ def _descriptors():
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(monkeypatch):
+def nothing_left(monkeypatch, tmp_path):  # tmp_path: pytest's own folder is made before ours
     # Short, for socket paths; and away from what other programs leave in /tmp.
     folder = tempfile.mkdtemp(prefix="t-", dir="/tmp")
     monkeypatch.setenv("TMPDIR", folder)

@@ -197,6 +197,6 @@ def test_asyncio_without_processes_is_refused_with_the_reason():
 
 def test_a_method_of_the_other_kind_says_so(client):
     wrong = "add_request" if isinstance(client, Awaited) else "add_request_async"
+    method = getattr(client.client, wrong)
     with pytest.raises(NotImplementedError, match=wrong):
-        result = getattr(client.client, wrong)(request_for("a"))
-        asyncio.run(result)
+        (method if wrong == "add_request" else lambda r: asyncio.run(method(r)))(request_for("a"))

@@ -130,14 +130,17 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
+        continues_prompt: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Items as ``params.output_kind`` asks. Closing the iterator aborts the request.
+
+        ``continues_prompt``: the text reads on from the prompt's; False for an answer in a chat,
+        which begins a text (a leading SentencePiece space is dropped).
 
         Raises InvalidRequestError: before anything is submitted.
         Raises EngineDeadError: the engine that ran the request ended.
         """
         self._check_alive()
-        is_text = isinstance(prompt, str)
         ids = (
             await self.encode(prompt, add_special_tokens=add_special_tokens)
             if isinstance(prompt, str)
@@ -149,7 +152,12 @@ class AsyncLLM:
         )
         news = asyncio.Event()
         stream = RequestStream(
-            request_id, str(prompt) if is_text else None, requests, params, news.set
+            request_id,
+            prompt if isinstance(prompt, str) else None,
+            requests,
+            params,
+            news.set,
+            continues_prompt=continues_prompt,
         )
         self._outputs.add(stream)
         try:

@@ -57,7 +57,7 @@ class LLM:
             batch: list[Prompt] = [prompts]  # type: ignore[list-item]
         else:
             batch = list(prompts)  # type: ignore[arg-type]
-        return self._run(batch, sampling_params, use_progress, add_special_tokens=True)
+        return self._run(batch, sampling_params, use_progress, is_chat=False)
 
     def chat(
         self,
@@ -85,7 +85,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(prompts, sampling_params, use_progress, add_special_tokens=False)
+        return self._run(prompts, sampling_params, use_progress, is_chat=True)
 
     def _run(
         self,
@@ -93,7 +93,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_progress: bool | None,
         *,
-        add_special_tokens: bool,
+        is_chat: bool,
     ) -> list[RequestOutput]:
         each = _params_per_prompt(params, len(prompts))
         ids = [external_id("offline") for _ in prompts]
@@ -102,7 +102,11 @@ class LLM:
         try:
             for request_id, prompt, one in zip(ids, prompts, each, strict=True):
                 self._engine.add_request(
-                    request_id, prompt, one, add_special_tokens=add_special_tokens
+                    request_id,
+                    prompt,
+                    one,
+                    add_special_tokens=not is_chat,
+                    continues_prompt=not is_chat,
                 )
             with _Progress(len(prompts), show) as progress:
                 while self._engine.has_unfinished_requests():

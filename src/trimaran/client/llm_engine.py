@@ -52,14 +52,14 @@ class LLMEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
+        continues_prompt: bool = True,
     ) -> None:
-        """Submit a request; its items come from ``step``.
+        """Submit a request; its items come from ``step``. Options as in ``AsyncLLM.generate``.
 
         Raises InvalidRequestError: nothing was submitted.
         """
         if request_id in self._streams:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
-        is_text = isinstance(prompt, str)
         ids = (
             self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             if isinstance(prompt, str)
@@ -70,10 +70,11 @@ class LLMEngine:
         )
         stream = RequestStream(
             request_id,
-            str(prompt) if is_text else None,
+            prompt if isinstance(prompt, str) else None,
             requests,
             params,
             lambda: self._news.append(request_id),
+            continues_prompt=continues_prompt,
         )
         self._outputs.add(stream)
         self._streams[request_id] = stream

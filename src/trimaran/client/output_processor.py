@@ -70,8 +70,10 @@ class _Choice:
         self.detokenizer: IncrementalDetokenizer | None = None
         self.stop: StopChecker | None = None
         if params.detokenize:
+            # A completion reads on from its prompt; an answer in a chat is a text of its own.
+            before = request.prompt_token_ids if stream.continues_prompt else ()
             self.detokenizer = IncrementalDetokenizer(
-                tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+                tokenizer, before, skip_special_tokens=params.skip_special_tokens
             )
         if params.stop:
             self.stop = StopChecker(params.stop, include_stop=params.include_stop_str_in_output)
@@ -179,7 +181,11 @@ class RequestStream:
         requests: list[EngineCoreRequest],
         params: SamplingParams,
         on_news: Callable[[], None],
+        *,
+        continues_prompt: bool = True,
     ) -> None:
+        """``on_news`` is called when ``take`` may have something."""
+        self.continues_prompt = continues_prompt
         self.request_id = request_id
         self.prompt = prompt
         self.requests = requests

@@ -59,7 +59,7 @@ def model_entries(architecture, **changes):
     }
 
 
-def model_tensors(architecture, *, seed=0, vocab_size=8):
+def model_tensors(architecture, *, seed=0, vocab_size=8, head_dim=8):
     """Random weights for ``model_entries``."""
     random = np.random.default_rng(seed)
     shapes = {"token_embd": (vocab_size, 32), "output_norm": (32,)}
@@ -68,10 +68,10 @@ def model_tensors(architecture, *, seed=0, vocab_size=8):
             f"blk.{layer}.{name}": shape
             for name, shape in {
                 "attn_norm": (32,),
-                "attn_q": (32, 32),
-                "attn_k": (16, 32),
-                "attn_v": (16, 32),
-                "attn_output": (32, 32),
+                "attn_q": (4 * head_dim, 32),
+                "attn_k": (2 * head_dim, 32),
+                "attn_v": (2 * head_dim, 32),
+                "attn_output": (32, 4 * head_dim),
                 "ffn_norm": (32,),
                 "ffn_gate": (48, 32),
                 "ffn_up": (48, 32),
@@ -79,7 +79,7 @@ def model_tensors(architecture, *, seed=0, vocab_size=8):
             }.items()
         }
         if architecture in ("qwen3", "gemma3"):
-            shapes |= {f"blk.{layer}.attn_q_norm": (8,), f"blk.{layer}.attn_k_norm": (8,)}
+            shapes |= {f"blk.{layer}.attn_{n}_norm": (head_dim,) for n in "qk"}
         if architecture == "gemma3":
             shapes |= {f"blk.{layer}.{n}": (32,) for n in ("post_attention_norm", "post_ffw_norm")}
     return {

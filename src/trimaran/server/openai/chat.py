@@ -62,7 +62,10 @@ class OpenAIServingChat:
         body.check(scheduling_policy=state.config.scheduler.scheduling_policy)
         request_id = request_id_of(request)
         role = state.config.server.response_role
-        chat = _Chat(GenerationRun(state, llm, body, 1), body, model, request_id, role)
+        # An answer is a text of its own, unless it goes on within the last message.
+        continues = bool(body.continue_final_message)
+        run = GenerationRun(state, llm, body, 1, continues_prompt=continues)
+        chat = _Chat(run, body, model, request_id, role)
         if body.stream:
             return EventStream(chat.events(), request_id)
         async with cancelled_when_gone(request.receive):

@@ -132,8 +132,15 @@ class GenerationRun:
     """All prompts of one HTTP request on their way through the engines."""
 
     def __init__(
-        self, state: ServerState, llm: AsyncLLM, body: GenerationBody, num_prompts: int
+        self,
+        state: ServerState,
+        llm: AsyncLLM,
+        body: GenerationBody,
+        num_prompts: int,
+        *,
+        continues_prompt: bool = True,
     ) -> None:
+        """``continues_prompt``: see ``AsyncLLM.generate``."""
         self.llm = llm
         self.body = body
         self.usage = Usage()
@@ -142,6 +149,7 @@ class GenerationRun:
         self.prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}
         self._state = state
         self._num_prompts = num_prompts
+        self._continues_prompt = continues_prompt
 
     async def outputs(
         self, prepare: Callable[[PromptFitter], Awaitable[list[PreparedPrompt]]], request_id: str
@@ -163,6 +171,7 @@ class GenerationRun:
                     request_id=request_id if self._num_prompts == 1 else f"{request_id}-{index}",
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt,
+                    continues_prompt=self._continues_prompt,
                 )
                 for index, prompt in enumerate(self.prompts)
             ]
