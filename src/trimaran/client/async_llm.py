@@ -7,7 +7,7 @@ the parent of its engines).
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
@@ -131,7 +131,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
         continues_prompt: bool = True,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Items as ``params.output_kind`` asks. Closing the iterator aborts the request.
 
         ``continues_prompt``: the text reads on from the prompt's; False for an answer in a chat,

@@ -16,10 +16,8 @@ from tests.unit.server.fake_llm import FakeLLM
 
 from trimaran.config import Config, resolve
 from trimaran.messages import DeploymentState
-from trimaran.metrics.recorder import MetricsRecorder
 from trimaran.server.app import build_app
 from trimaran.server.auth import load_keys
-from trimaran.server.limits import Admission
 from trimaran.server.serving import HTTPServer
 from trimaran.server.state import ServerState
 
@@ -73,17 +71,11 @@ def serving(llm: FakeLLM | None = None, **flags: Any) -> Iterator[Server]:
     """``flags`` are those of ``trimaran serve``."""
     config: Config = resolve(flags, environment={})
     llm = llm or FakeLLM()
-    metrics = MetricsRecorder("demo")
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     deployment = [READY]
-    state = ServerState(
-        config=config,
-        metrics=metrics,
-        admission=Admission(config.server.max_queued_requests, metrics),
-        deployment=lambda: deployment[0],
-        llm=llm,
-    )
+    state = ServerState.create(config, lambda: deployment[0])
+    state.llm = llm
     app = build_app(state, load_keys(config.server))
     server = HTTPServer(app, state)
     loop = uvloop.new_event_loop()

@@ -113,6 +113,7 @@ def test_what_the_template_is_given(server):
     ]
     body = {"messages": history, "tools": tools, "tool_choice": "none", "max_tokens": 1}
     server.llm.rendered.clear()
+    server.llm.requests.clear()
     kwargs = {"enable_thinking": False}
     response = server.post(PATH, {**body, "chat_template_kwargs": kwargs})
     assert response.status_code == 200, response.text
@@ -128,6 +129,8 @@ def test_what_the_template_is_given(server):
     }
     assert second["continue_final_message"]
     assert not second["add_generation_prompt"]
+    # an answer begins a text, unless it goes on within the last message
+    assert [r[2]["continues_prompt"] for r in server.llm.requests] == [False, True]
 
 
 def test_max_completion_tokens_wins(server):
@@ -158,7 +161,7 @@ def test_max_completion_tokens_wins(server):
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "no role"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
     ],
 )

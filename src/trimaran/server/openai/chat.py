@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from trimaran.client.async_llm import AsyncLLM
 from trimaran.client.outputs import CompletionOutput
 from trimaran.errors import InvalidRequestError
 from trimaran.server.errors import request_id_of
@@ -26,10 +27,10 @@ from trimaran.server.openai.generation import (
 from trimaran.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from trimaran.server.openai.protocol import ChatCompletionRequest, ConversationBody
 from trimaran.server.sse import EventStream, cancelled_when_gone
-from trimaran.server.state import ServerState, ServingLLM
+from trimaran.server.state import ServerState
 
 
-async def render(llm: ServingLLM, body: ConversationBody) -> str:
+async def render(llm: AsyncLLM, body: ConversationBody) -> str:
     """The conversation as the model's template writes it.
 
     Raises InvalidRequestError: there is no template, or it refuses these messages.
@@ -61,7 +62,10 @@ class OpenAIServingChat:
         body.check(scheduling_policy=state.config.scheduler.scheduling_policy)
         request_id = request_id_of(request)
         role = state.config.server.response_role
-        chat = _Chat(GenerationRun(state, llm, body, 1), body, model, request_id, role)
+        # An answer is a text of its own, unless it goes on within the last message.
+        continues = bool(body.continue_final_message)
+        run = GenerationRun(state, llm, body, 1, continues_prompt=continues)
+        chat = _Chat(run, body, model, request_id, role)
         if body.stream:
             return EventStream(chat.events(), request_id)
         async with cancelled_when_gone(request.receive):

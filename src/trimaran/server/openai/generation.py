@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 
+from trimaran.client.async_llm import AsyncLLM
 from trimaran.client.outputs import PositionLogprobs, RequestOutput
 from trimaran.errors import InvalidRequestError, RequestFailedError
 from trimaran.sampling_params import SamplingParams
 from trimaran.server.openai.protocol import GenerationBody
 from trimaran.server.sse import DONE, merge
-from trimaran.server.state import ServerState, ServingLLM
+from trimaran.server.state import ServerState
 
 to_json = msgspec.json.encode
 
@@ -34,7 +35,7 @@ class PromptFitter:
     """Cuts and checks the prompts of one HTTP request against the model's length limit."""
 
     def __init__(
-        self, state: ServerState, llm: ServingLLM, body: GenerationBody, num_prompts: int
+        self, state: ServerState, llm: AsyncLLM, body: GenerationBody, num_prompts: int
     ) -> None:
         self._limit = llm.max_model_len
         self._vocab_size = llm.vocab_size
@@ -131,8 +132,15 @@ class GenerationRun:
     """All prompts of one HTTP request on their way through the engines."""
 
     def __init__(
-        self, state: ServerState, llm: ServingLLM, body: GenerationBody, num_prompts: int
+        self,
+        state: ServerState,
+        llm: AsyncLLM,
+        body: GenerationBody,
+        num_prompts: int,
+        *,
+        continues_prompt: bool = True,
     ) -> None:
+        """``continues_prompt``: see ``AsyncLLM.generate``."""
         self.llm = llm
         self.body = body
         self.usage = Usage()
@@ -141,6 +149,7 @@ class GenerationRun:
         self.prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}
         self._state = state
         self._num_prompts = num_prompts
+        self._continues_prompt = continues_prompt
 
     async def outputs(
         self, prepare: Callable[[PromptFitter], Awaitable[list[PreparedPrompt]]], request_id: str
@@ -162,6 +171,7 @@ class GenerationRun:
                     request_id=request_id if self._num_prompts == 1 else f"{request_id}-{index}",
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt,
+                    continues_prompt=self._continues_prompt,
                 )
                 for index, prompt in enumerate(self.prompts)
             ]

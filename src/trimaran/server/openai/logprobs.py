@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trimaran.client.outputs import PositionLogprobs, TokenLogprob
-from trimaran.server.state import Tokenizer
+from trimaran.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no infinity
 

@@ -5,7 +5,7 @@ are the types (strict: no "0.5" for a number, no NaN) and the sizes. Absent and 
 docs/api.md lists every field.
 """
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, NotRequired
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from typing_extensions import TypedDict
@@ -246,20 +246,16 @@ class CompletionRequest(GenerationBody):
         return self.prompt  # type: ignore[return-value]
 
 
-class TextPart(TypedDict):
-    """The only kind of content part that a text model takes."""
-
-    type: Literal["text"]
-    text: str
-
-
 class ChatMessage(TypedDict):
-    """One message, handed to the template with whatever else it holds (tool calls, names …)."""
+    """One message, handed to text/chat_template with whatever else it holds (tool calls, names …).
+
+    What parts a content may have is checked there.
+    """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: NotRequired[str | list[TextPart] | None]
+    content: NotRequired[str | list[dict[str, Any]] | None]
 
 
 class ConversationBody(RequestBody):
