@@ -118,6 +118,8 @@ def test_biases(architecture, model_type):
     assert shape.attention_bias
     assert shape.attention_output_bias
     assert architecture("llama", mlp_bias=True).mlp_bias
+    assert not architecture("mistral", attention_bias=True).attention_bias
+    assert not architecture("qwen2", attention_bias=True).attention_output_bias
 
 
 LLAMA3 = {
@@ -245,7 +247,7 @@ def test_the_first_gemma3_configs_lean_on_defaults(tmp_path):
         "text_config": {
             "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
             "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-            "sliding_window": 1024,
+            "sliding_window": 1024, "eos_token_id": 7,
         },
     }  # fmt: skip
     source = open_model(make_folder(tmp_path, config))
@@ -254,7 +256,7 @@ def test_the_first_gemma3_configs_lean_on_defaults(tmp_path):
     assert (shape.vocab_size, shape.num_heads, shape.num_kv_heads) == (262_208, 8, 4)
     assert shape.layer_types[4:7] == ("sliding", "full", "sliding")
     assert shape.file_dtype == "bfloat16"
-    assert source.generation.eos_token_ids == (1, 106)
+    assert source.generation.eos_token_ids == (1, 7, 106)
 
 
 def test_family_by_architectures_or_model_type(architecture):
