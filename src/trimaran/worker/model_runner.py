@@ -1,107 +1,144 @@
-"""Rotary position embedding: inverse frequencies of each kind, and the table of their rotations.
+"""From a plan to tokens: batch, forward pass, logits where they are needed, sampling.
 
-Owns: the formulas (those of Hugging Face checkpoints, in the same fp32 steps, so that long
-positions agree) and the table, which grows with the longest context seen rather than to the
-model's limit: 128k positions of 128 dimensions are 64 MiB that few processes need. Knows nothing
-of heads or caches; attention layers of one type share one object.
+Owns: the order of a step and the batch that persists between steps. Knows nothing of files, of
+sizing memory or of why a plan looks as it does. Called by ``worker``.
 """
 
-import math
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
-from trimaran.formats.architecture import RopeParameters
+from trimaran.messages import (
+    KVCacheLayout,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    TokenLogprobs,
+)
+from trimaran.model.models.decoder import CausalLM
+from trimaran.model.sampling.batch import SamplingBatch
+from trimaran.model.sampling.rows import SampleRows
+from trimaran.model.sampling.sampler import Sampler
+from trimaran.worker.input_batch import InputBatch, StepInputs
 
-_FIRST_LENGTH = 4096
-
-
-class RotaryEmbedding:
-    """Rotations for one layer type."""
-
-    def __init__(self, parameters: RopeParameters, head_dim: int) -> None:
-        self._inverse_frequencies = inverse_frequencies(parameters, head_dim)
-        self._magnitude = magnitude(parameters)
-        self._table = torch.empty(0, head_dim)
-
-    def cos_sin(self, length: int) -> torch.Tensor:
-        """fp32 [at least ``length`` positions, head_dim]: cosines, then sines, of D/2 frequencies.
-
-        Rows once made never change, so it does not matter which request made the table grow.
-        """
-        have = self._table.shape[0]
-        if have < length:
-            # Doubling keeps the number of pauses small.
-            size = max(_FIRST_LENGTH, 1 << (length - 1).bit_length())
-            positions = torch.arange(have, size, dtype=torch.float32)
-            angles = torch.outer(positions, self._inverse_frequencies)
-            rows = torch.cat((angles.cos(), angles.sin()), dim=-1) * self._magnitude
-            self._table = torch.cat((self._table, rows))
-        return self._table
+# Logits are made in pieces of at most this size: 256 sequences of a large vocabulary would need
+# 256 MiB at once.
+_LOGITS_BYTES = 64 << 20
 
 
-def inverse_frequencies(parameters: RopeParameters, head_dim: int) -> torch.Tensor:
-    """fp32 [head_dim / 2]: radians per position."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    plain = 1.0 / parameters.theta**exponents
-    match parameters.kind:
-        case "default":
-            scaled = plain
-        case "linear":
-            scaled = plain / parameters.factor
-        case "llama3":
-            scaled = _llama3(parameters, plain)
-        case "yarn":
-            scaled = _yarn(parameters, exponents)
-    if parameters.frequency_factors is not None:
-        scaled = scaled / torch.tensor(parameters.frequency_factors, dtype=torch.float32)
-    return scaled
+class ModelRunner:
+    """``kv_caches``: one per layer. ``num_known_tokens``: ids beyond mean nothing, never come."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_caches: Sequence[torch.Tensor],
+        layout: KVCacheLayout,
+        *,
+        max_num_seqs: int,
+        num_known_tokens: int,
+    ) -> None:
+        vocab_size = model.architecture.vocab_size
+        self._model = model
+        self._kv_caches = kv_caches
+        self._group_of_layer = [layout.place_of_layer(i)[0] for i in range(len(kv_caches))]
+        self._batch = InputBatch(layout, max_num_seqs)
+        self._settings = SamplingBatch(max_num_seqs, vocab_size)
+        self._sampler = Sampler(num_known_tokens)
+        self._rows_per_piece = max(1, _LOGITS_BYTES // (4 * vocab_size))
+        self._prompt_logprobs_of: dict[str, int] = {}  # request id -> how many
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step; see ``Executor.execute``."""
+        self._apply(plan)
+        if not plan.request_ids:
+            return ModelRunnerOutput(sampled_token_ids=[])
+        step = self._batch.build(plan)
+        with torch.inference_mode():
+            hidden = self._model.forward(
+                step.input_ids,
+                step.positions,
+                self._kv_caches,
+                [step.metadata[group] for group in self._group_of_layer],
+            )
+            prompt_logprobs = self._prompt_logprobs(plan, step, hidden)
+            return self._sample(step, hidden, prompt_logprobs)
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        for request_id in plan.left_request_ids:
+            self._settings.leave(self._batch.leave(request_id))
+            self._prompt_logprobs_of.pop(request_id, None)
+        for request in plan.new_requests:
+            self._settings.enter(self._batch.enter(request), request)
+            if request.sampling_params.prompt_logprobs is not None:
+                count = request.sampling_params.prompt_logprobs
+                self._prompt_logprobs_of[request.request_id] = count
+        self._batch.append_blocks(plan)
+
+    def _sample(
+        self, step: StepInputs, hidden: torch.Tensor, prompt_logprobs: dict[str, TokenLogprobs]
+    ) -> ModelRunnerOutput:
+        sampling = np.flatnonzero(step.samples)
+        sampled: list[list[int]] = [[] for _ in step.rows]
+        logprobs: list[TokenLogprobs | None] = [None] * len(step.rows)
+        rows = step.rows[sampling]
+        columns = SampleRows(
+            rows, self._batch.num_tokens[rows], self._batch.prompt_lens[rows], self._batch.token_ids
+        )
+        last = step.query_start[sampling + 1] - 1  # the last token of each
+        for piece in self._pieces(len(sampling)):
+            logits = self._model.logits(_rows_of(hidden, last[piece]))
+            result = self._sampler.sample(logits, columns.piece(piece), self._settings)
+            self._batch.append_tokens(rows[piece], result.token_ids)
+            for index, token_id in zip(
+                sampling[piece].tolist(), result.token_ids.tolist(), strict=True
+            ):
+                sampled[index] = [token_id]
+            if result.logprobs is not None:
+                for index, row_logprobs in zip(
+                    sampling[piece].tolist(), result.logprobs, strict=True
+                ):
+                    logprobs[index] = row_logprobs
+        return ModelRunnerOutput(
+            sampled_token_ids=sampled,
+            logprobs=logprobs if any(row is not None for row in logprobs) else None,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _prompt_logprobs(
+        self, plan: SchedulerOutput, step: StepInputs, hidden: torch.Tensor
+    ) -> dict[str, TokenLogprobs]:
+        """Of the prompt tokens that follow the tokens of this step."""
+        found: dict[str, TokenLogprobs] = {}
+        if not self._prompt_logprobs_of:
+            return found
+        for index, request_id in enumerate(plan.request_ids):
+            if request_id not in self._prompt_logprobs_of:
+                continue
+            row, first = step.rows[index], int(step.computed[index]) + 1
+            stop = min(
+                first + plan.num_scheduled_tokens[index], int(self._batch.prompt_lens[row])
+            )
+            next_ids = self._batch.token_ids[row, first:stop].astype(np.int64)
+            places = step.query_start[index] + np.arange(len(next_ids))
+            columns = TokenLogprobs([], [], [])
+            for piece in self._pieces(len(next_ids)):
+                logits = self._model.logits(_rows_of(hidden, places[piece]))
+                part = self._sampler.prompt_logprobs(
+                    logits, next_ids[piece], self._prompt_logprobs_of[request_id]
+                )
+                columns.token_ids += part.token_ids
+                columns.logprobs += part.logprobs
+                columns.ranks += part.ranks
+            if len(next_ids):
+                found[request_id] = columns
+        return found
+
+    def _pieces(self, count: int) -> Iterator[slice]:
+        for start in range(0, count, self._rows_per_piece):
+            yield slice(start, min(start + self._rows_per_piece, count))
 
 
-def magnitude(parameters: RopeParameters) -> float:
-    """What cosines and sines are multiplied by: yarn's attention factor, else 1."""
-    if parameters.kind != "yarn":
-        return 1.0
-    if parameters.attention_factor is not None:
-        return parameters.attention_factor
-    factor = parameters.factor
-    if parameters.mscale and parameters.mscale_all_dim:
-        return _mscale(factor, parameters.mscale) / _mscale(factor, parameters.mscale_all_dim)
-    return _mscale(factor, 1.0)
-
-
-def _mscale(factor: float, weight: float) -> float:
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _llama3(parameters: RopeParameters, plain: torch.Tensor) -> torch.Tensor:
-    """Wavelengths short against the original context stay, long ones are stretched by ``factor``,
-    those between are blended (Llama 3.1)."""
-    low, high = parameters.low_freq_factor, parameters.high_freq_factor
-    wavelengths = 2 * math.pi / plain
-    turns = parameters.original_max_position_embeddings / wavelengths
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - keep) * plain / parameters.factor + keep * plain
-
-
-def _yarn(parameters: RopeParameters, exponents: torch.Tensor) -> torch.Tensor:
-    """The blend of YaRN (arXiv 2309.00071, section 3.2) over dimensions rather than wavelengths."""
-    head_dim = 2 * exponents.shape[0]
-    low = _dimension_of(parameters, parameters.beta_fast, head_dim)
-    high = _dimension_of(parameters, parameters.beta_slow, head_dim)
-    if parameters.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    if low == high:
-        high += 0.001  # a step instead of a ramp
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
-    keep = 1 - ramp.clamp(0, 1)
-    periods = parameters.theta**exponents
-    return 1.0 / (parameters.factor * periods) * (1 - keep) + 1.0 / periods * keep
-
-
-def _dimension_of(parameters: RopeParameters, rotations: float, head_dim: int) -> float:
-    """The dimension (as a real number) that turns ``rotations`` times in the original context."""
-    context = parameters.original_max_position_embeddings
-    return (
-        head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(parameters.theta))
-    )
+def _rows_of(hidden: torch.Tensor, places: np.ndarray) -> torch.Tensor:
+    """Rows at ``places``, ascending; no copy where that is all of them."""
+    return hidden if len(places) == len(hidden) else hidden[torch.from_numpy(places)]
