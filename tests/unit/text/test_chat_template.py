@@ -269,7 +269,7 @@ class TestLimits:
             "{% macro m(n) %}" + "x" * 99 + "{{ m(n) }}{{ m(n) }}{% endmacro %}{{ m(1) }}",
             "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
             "{{ m(99) }}",
-            "{% for x in [[1]] recursive %}{{ loop(x) }}{{ loop([x]) }}{% endfor %}",
+            "{% for x in [1] recursive %}{{ loop([x]) }}{{ loop([x]) }}{% endfor %}",
             "{% for i in range(999) %}{{ 'x' * 100000 }}{% endfor %}",
         ],
     )  # fmt: skip
