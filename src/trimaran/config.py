@@ -62,8 +62,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         _help("type of weights and activations; auto takes the file's, bfloat16 for GGUF"),
     ] = "auto"
     max_model_len: Annotated[
-        int | None,
-        _help("longest prompt + output in tokens (default: the model's, fitted to memory)", ge=1),
+        PositiveInt | None,
+        _help("longest prompt + output in tokens (default: the model's, fitted to memory)"),
     ] = None
     revision: Annotated[str | None, _help("hub revision (branch, tag or commit)")] = None
     download_dir: Annotated[
@@ -90,12 +90,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size: Annotated[Literal[8, 16, 32, 64], _help("tokens per KV block")] = 16
     kv_cache_memory_bytes: Annotated[
-        int | None,
+        PositiveInt | None,
         _help(
             "bytes for the KV cache, e.g. 2G (default: what max_num_seqs needs at most, never"
             " above --kv-cache-memory-fraction of free memory)",
             size=True,
-            ge=1,
         ),
     ] = None
     kv_cache_memory_fraction: Annotated[
@@ -133,7 +132,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
         _help("uni: in the engine process; mock: deterministic fake tokens, no model (tests)"),
     ] = "uni"
     threads: Annotated[
-        int | None, _help("compute threads (default: the allowed cores)", ge=1, le=1024)
+        PositiveInt | None, _help("compute threads (default: the allowed cores)")
     ] = None
     kernels: Annotated[
         Literal["auto", "native", "torch"],
@@ -256,10 +255,10 @@ class Field:
     @property
     def plain_type(self) -> Any:
         """The type without Annotated and without None."""
-        kind = get_args(self.type)[0] if get_origin(self.type) is Annotated else self.type
+        kind = _without_annotation(self.type)
         if get_origin(kind) in (Union, types.UnionType):
             kind = next(arg for arg in get_args(kind) if arg is not type(None))
-        return kind
+        return _without_annotation(kind)
 
     @property
     def choices(self) -> tuple[Any, ...]:
@@ -278,6 +277,10 @@ class Field:
     def is_secret(self) -> bool:
         kind = self.plain_type
         return kind is Secret or (self.is_list and get_args(kind)[0] is Secret)
+
+
+def _without_annotation(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def fields(config_type: type[msgspec.Struct] = Config) -> Iterator[Field]:

@@ -213,15 +213,6 @@ HandshakeMessage = (
 )
 
 
-class ChildFailure(msgspec.Struct, array_like=True, gc=False):
-    """What a dying child writes to its failure pipe: printed last, by its parent."""
-
-    type_name: str
-    message: str
-    hint: str | None
-    traceback: str
-
-
 class DeploymentState(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Supervisor to API servers, on change: what /ready answers while engines load."""
 
@@ -229,6 +220,8 @@ class DeploymentState(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     phase: str
     percent: float
     failure: str | None = None
+    # Where the model is on this machine, once it is: located (and downloaded) in one place only.
+    model_path: str | None = None
 
 
 # ----------------------------------------------------------------------------- the model's KV cache

@@ -84,7 +84,12 @@ class BlockPool:
                 self._idle[block] = None
 
     def register(self, block: int, group: int, block_hash: bytes) -> None:
-        """Make a referenced block findable. If another block already is, this one stays unknown."""
+        """Make a referenced block findable (the null block is passed over).
+
+        If another block with the same content is findable already, this one stays unknown.
+        """
+        if block == NULL_BLOCK_ID:
+            return
         assert self._references[block] > 0, f"block {block} is registered while free"
         cached = self._cached[group]
         if self._keys[block] is None and block_hash not in cached:

@@ -62,10 +62,12 @@ class KVCacheManager:
     def peak_blocks(self, num_tokens: int) -> int:
         return peak_blocks(self._layout, num_tokens, self._max_chunk)
 
+    def num_held_blocks(self, request: Request) -> int:
+        return sum(map(len, request.block_tables)) - sum(request.num_released_blocks)
+
     def blocks_still_needed(self, request: Request) -> int:
         """Blocks that a running request will take at most to compute all tokens it has now."""
-        held = sum(map(len, request.block_tables)) - sum(request.num_released_blocks)
-        return max(0, self.peak_blocks(len(request.token_ids)) - held)
+        return max(0, self.peak_blocks(len(request.token_ids)) - self.num_held_blocks(request))
 
     # ------------------------------------------------------------------------------- prefix reuse
 
@@ -134,7 +136,6 @@ class KVCacheManager:
         later query sees.
         """
         end = request.num_computed_tokens + num_tokens
-        self._register_blocks(request, request.num_computed_tokens)
         self._release_outside_windows(request)
         new_blocks: list[list[int]] = []
         missing = -(-(end - request.num_slots) // self.block_size)

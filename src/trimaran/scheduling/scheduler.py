@@ -157,12 +157,9 @@ class Scheduler:
         )
         if self._has_priorities and self._waiting.items:
             self._make_room_for_urgent()
-        preemptions_before = self._num_preemptions
         prefills = self._schedule_decodes(plan)
         budget = self._budget - len(plan.request_ids)
-        # What was preempted just now shall not take its blocks back in the same step.
-        may_admit = self._num_preemptions == preemptions_before or not self._running.items
-        if may_admit and self._waiting.items:
+        if self._waiting.items:
             budget = self._admit(plan, prefills, budget)
         if prefills:
             self._schedule_prefills(plan, prefills, budget)
@@ -309,8 +306,12 @@ class Scheduler:
     def _make_room_for_urgent(self) -> None:
         """Preempt running requests of lower priority than the first waiting one, if it needs it."""
         urgent = self._waiting.items[0]
-        running = self._running.items
-        while running and running[-1].source.priority > urgent.source.priority:
+        running, kv = self._running.items, self._kv
+        lower = [r for r in running if r.source.priority > urgent.source.priority]
+        within_reach = kv.pool.num_free + sum(map(kv.num_held_blocks, lower))
+        if kv.peak_blocks(len(urgent.token_ids)) > within_reach:
+            return  # it must wait for its equals; preempting others would be in vain
+        for _ in lower:
             if len(running) < self._max_num_seqs and self._find_room(urgent, ()) is not None:
                 return
             self._preempt(running.pop())

@@ -92,6 +92,13 @@ def test_sliding_groups_hold_no_more_than_their_window():
     assert set(sliding) == {2 * 4}
 
 
+def test_a_window_of_one_token():
+    box = Box(layers=(("full", 0), ("sliding", 1)))
+    for name in "ab":
+        assert cached_tokens(box, make_request(name, range(20), 9)) == (16 if name == "b" else 0)
+    assert box.streams["a"].tokens == box.streams["b"].tokens
+
+
 def test_hit_needs_only_the_window_in_sliding_groups():
     box = Box(layers=MIXED, num_blocks=200)
     cached_tokens(box, make_request("a", range(41), 1))

@@ -199,6 +199,17 @@ def test_prompt_logprobs_survive_preemption():
         assert [[row[0] for row in part.token_ids] for part in rows] == [prompt[1:]]
 
 
+def test_prompt_logprobs_once_sent_leave_the_cache_readable():
+    """A request that is preempted after its first output resumes from its own blocks."""
+    box = Box(num_blocks=9, max_model_len=64, max_num_batched_tokens=16)
+    for name in "ab":
+        box.add(make_request(name, 8, 16, prompt_logprobs=0))
+    box.run()
+    resumed = [plan for plan in box.plans if plan.new_requests][1:]
+    assert resumed
+    assert all(plan.num_computed_tokens[-1] > 0 for plan in resumed)
+
+
 # ----------------------------------------------------------------------------------------- fairness
 
 
@@ -308,6 +319,54 @@ def test_equal_priority_is_not_preempted_for_a_newcomer():
     box.add(make_request("second", 4, 2, priority=1))
     box.run()
     assert first.steps == list(range(1, 11))
+
+
+def test_urgent_request_does_not_wait_for_what_lower_ones_will_need():
+    box = Box(
+        num_blocks=16, max_model_len=60, max_num_batched_tokens=8, scheduling_policy="priority"
+    )
+    box.add(make_request("low", 50, 4, priority=1))  # 13 of 15 blocks in the end, 2 by now
+    box.step()
+    urgent = box.add(make_request("urgent", 15, 4, priority=0))
+    plan = box.step()
+    assert (plan.left_request_ids, [new.request_id for new in plan.new_requests]) == (
+        [],
+        ["urgent"],
+    )
+    box.run()
+    assert urgent.steps[-1] <= 8
+
+
+def test_nobody_is_preempted_in_vain():
+    """The urgent one must wait for its equal anyway: what runs below them goes on."""
+    box = Box(num_blocks=13, max_num_seqs=4, scheduling_policy="priority", max_model_len=48)
+    box.add(make_request("equal", 30, 6, priority=0))
+    low = box.add(make_request("low", 4, 6, priority=1))
+    box.step()
+    box.add(make_request("urgent", 40, 4, priority=0))
+    box.run()
+    assert low.steps == list(range(1, 7))
+
+
+def test_a_stream_to_be_continued_goes_before_new_ones():
+    box = Box(max_num_seqs=1)
+    for name, prior in (("first", []), ("second", []), ("replayed", [3])):
+        box.add(make_request(name, 4, 3, prior_output_ids=prior))
+    box.run()
+    entered = [new.request_id for plan in box.plans for new in plan.new_requests]
+    assert entered == ["replayed", "first", "second"]
+
+
+def test_who_is_blocked_is_not_looked_up_in_every_step(monkeypatch):
+    box = Box(num_blocks=13, max_model_len=48)
+    box.add(make_request("a", 20, 20))
+    box.step()
+    box.add(make_request("b", 40, 2))
+    lookups = []
+    find = box.kv.find_cached_prefix
+    monkeypatch.setattr(box.kv, "find_cached_prefix", lambda r: lookups.append(r) or find(r))
+    box.run()
+    assert len(lookups) <= 2, "once when it came, once when room had grown"
 
 
 # -------------------------------------------------------------------------------------------- abort

@@ -1,0 +1,32 @@
+"""Everything a client started, and how it ends, however the client ends.
+
+Owns: the order (last in, first out) and that it happens once: on failure, on close, on garbage
+collection and at exit. Holds no reference to the client, so it never keeps one alive. Called by the
+clients, and by ``weakref.finalize``.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class BackgroundResources:
+    def __init__(self) -> None:
+        self._stack: list[tuple[str, Callable[[], object]]] = []
+        self._lock = threading.Lock()
+
+    def push(self, name: str, close: Callable[[], object]) -> None:
+        """Register how to end a resource; it must not refer to the client."""
+        self._stack.append((name, close))
+
+    def __call__(self) -> None:
+        """End all of them; what fails to end is logged and does not stop the rest."""
+        with self._lock:
+            stack, self._stack = self._stack, []
+        for name, close in reversed(stack):
+            try:
+                close()
+            except Exception:
+                logger.exception("could not close %s", name)

@@ -1,0 +1,190 @@
+"""LLM: the offline API. Prompts in, results in the same order out.
+
+Owns: nothing but convenience over ``LLMEngine``.
+"""
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from trimaran.client.llm_engine import LLMEngine
+from trimaran.client.outputs import RequestOutput
+from trimaran.config import resolve
+from trimaran.errors import InvalidRequestError
+from trimaran.ids import external_id
+from trimaran.sampling_params import RequestOutputKind, SamplingParams
+
+Prompt = str | list[int]
+Message = dict[str, Any]
+
+
+class LLM:
+    """``LLM("demo").generate(["Hello"], SamplingParams(max_tokens=16))``
+
+    Keyword arguments are the settings of ``trimaran serve`` (docs/flags.md) in snake_case.
+    ``multiprocess=False`` runs the engine in this process.
+    """
+
+    def __init__(self, model: str = "demo", *, multiprocess: bool = True, **settings: Any) -> None:
+        """Start the engine and wait until it is ready.
+
+        Raises ConfigError, CheckpointError, ChildFailedError: with the first cause.
+        """
+        config = resolve({"model": model, **settings})
+        self._engine = LLMEngine(config.engine, multiprocess=multiprocess)
+
+    @property
+    def engine(self) -> LLMEngine:
+        return self._engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt (text, or token ids), one result each, in order.
+
+        ``sampling_params``: one for all, or one per prompt. ``use_progress``: a progress bar on
+        stderr (default: where that is a terminal).
+        Raises InvalidRequestError: a prompt or parameter is wrong; nothing is left running.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            batch: list[Prompt] = [prompts]  # type: ignore[list-item]
+        else:
+            batch = list(prompts)  # type: ignore[arg-type]
+        return self._run(batch, sampling_params, use_progress, is_chat=False)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_progress: bool | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; the model's chat template is applied.
+
+        Raises InvalidRequestError: the model has no template, or it refused the messages.
+        """
+        template = self._engine.chat_template
+        if template is None:
+            raise InvalidRequestError(
+                "this model has no chat template", hint="give one: LLM(…, chat_template=…)"
+            )
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts: list[Prompt] = [
+            self._engine.tokenizer.encode(
+                template.render(list(conversation), **template_options),
+                add_special_tokens=False,
+                allow_special=True,
+            )
+            for conversation in conversations
+        ]
+        return self._run(prompts, sampling_params, use_progress, is_chat=True)
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_progress: bool | None,
+        *,
+        is_chat: bool,
+    ) -> list[RequestOutput]:
+        each = _params_per_prompt(params, len(prompts))
+        ids = [external_id("offline") for _ in prompts]
+        results: dict[str, RequestOutput] = {}
+        show = sys.stderr.isatty() if use_progress is None else use_progress
+        try:
+            for request_id, prompt, one in zip(ids, prompts, each, strict=True):
+                self._engine.add_request(
+                    request_id,
+                    prompt,
+                    one,
+                    add_special_tokens=not is_chat,
+                    continues_prompt=not is_chat,
+                )
+            with _Progress(len(prompts), show) as progress:
+                while self._engine.has_unfinished_requests():
+                    for item in self._engine.step():
+                        results[item.request_id] = item
+                        progress.advance(item.num_generated_tokens)
+        except BaseException:
+            # Also Ctrl-C in a notebook: the next call must not meet this one's outputs.
+            self._engine.abort_request(ids)
+            raise
+        return [results[request_id] for request_id in ids]
+
+    def shutdown(self) -> None:
+        """End the engine; may be called twice."""
+        self._engine.shutdown()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+
+def _params_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        each = [params or SamplingParams()] * count
+    else:
+        each = list(params)
+        if len(each) != count:
+            raise InvalidRequestError(
+                f"{count} prompts but {len(each)} sampling_params", param="sampling_params"
+            )
+    return [msgspec.structs.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for p in each]
+
+
+class _Progress:
+    """A bar of finished prompts with tokens per second, or nothing."""
+
+    def __init__(self, total: int, show: bool) -> None:
+        self._bar: Any = None
+        if show:
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+            )
+
+            self._bar = Progress(
+                TextColumn("generating"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[tokens]} tokens"),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+            )
+            self._task = self._bar.add_task("generating", total=total, tokens=0)
+            self._tokens = 0
+
+    def advance(self, num_tokens: int) -> None:
+        if self._bar is not None:
+            self._tokens += num_tokens
+            self._bar.update(self._task, advance=1, tokens=self._tokens)
+
+    def __enter__(self) -> "_Progress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

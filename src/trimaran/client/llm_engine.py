@@ -1,0 +1,147 @@
+"""LLMEngine: requests in, outputs out, one step at a time, without asyncio.
+
+Owns: one sync engine client (in this process or in a child) and the request streams. Called by
+``LLM`` and by users who want to drive the steps themselves.
+"""
+
+from types import TracebackType
+
+from trimaran.client.core_client import EngineCoreClient
+from trimaran.client.input_processor import InputProcessor
+from trimaran.client.model_files import open_model_files, with_model_path
+from trimaran.client.output_processor import OutputProcessor, RequestStream
+from trimaran.client.outputs import RequestOutput
+from trimaran.config import EngineConfig
+from trimaran.errors import EngineDeadError, InvalidRequestError
+from trimaran.messages import ControlOperation
+from trimaran.sampling_params import SamplingParams
+
+
+class LLMEngine:
+    """``add_request``, then ``step`` until ``has_unfinished_requests`` is false."""
+
+    def __init__(self, config: EngineConfig, *, multiprocess: bool = True) -> None:
+        """Start the engine and wait until it is ready.
+
+        Raises StartupError: with the engine's own first cause.
+        """
+        self.source, self.tokenizer, self.chat_template = open_model_files(config.model)
+        self.config = config = with_model_path(config, self.source.path)
+        self._client = EngineCoreClient.make_client(multiprocess, False, config)
+        try:
+            self._client.wait_ready(config.launch.engine_ready_timeout_s)
+            self._inputs = InputProcessor(self.source, self.tokenizer, seed=config.model.seed)
+            self._inputs.max_model_len = min(r.max_model_len for r in self._client.ready)
+            self._outputs = OutputProcessor(self.tokenizer)
+        except BaseException:
+            self._client.shutdown()
+            raise
+        self._streams: dict[str, RequestStream] = {}
+        self._news: list[str] = []
+
+    @property
+    def max_model_len(self) -> int:
+        return self._inputs.max_model_len
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+        continues_prompt: bool = True,
+    ) -> None:
+        """Submit a request; its items come from ``step``. Options as in ``AsyncLLM.generate``.
+
+        Raises InvalidRequestError: nothing was submitted.
+        """
+        if request_id in self._streams:
+            raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
+        ids = (
+            self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt
+        )
+        requests = self._inputs.make_requests(
+            ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt
+        )
+        stream = RequestStream(
+            request_id,
+            prompt if isinstance(prompt, str) else None,
+            requests,
+            params,
+            lambda: self._news.append(request_id),
+            continues_prompt=continues_prompt,
+        )
+        self._outputs.add(stream)
+        self._streams[request_id] = stream
+        for request in requests:
+            self._client.add_request(request)
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        """End requests early; unknown ids are ignored."""
+        gone: list[str] = []
+        for request_id in request_ids:
+            stream = self._streams.pop(request_id, None)
+            if stream is not None:
+                gone += self._outputs.remove(stream)
+        if gone:
+            self._client.abort_requests(gone)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._streams)
+
+    def step(self) -> list[RequestOutput]:
+        """Wait for the engine's next message; what it brought, one item per request with news.
+
+        Raises EngineDeadError: the engine ended; every unfinished request is lost.
+        """
+        if not self._streams:
+            return []
+        try:
+            message = self._client.get_output()
+        except EngineDeadError as error:
+            self._outputs.fail_all(error)
+            self._streams.clear()
+            raise
+        to_abort = self._outputs.process(message)
+        if to_abort:
+            self._client.abort_requests(to_abort)
+        items = []
+        news, self._news = dict.fromkeys(self._news), []
+        for request_id in news:
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue
+            try:
+                item = stream.take()
+            except BaseException:
+                del self._streams[request_id]
+                raise
+            if item is not None:
+                items.append(item)
+                if item.finished:
+                    del self._streams[request_id]
+        return items
+
+    def control(self, operation: ControlOperation, *, timeout_s: float = 30.0) -> list[object]:
+        """Run a control operation on every engine; results in order of rank (messages.py)."""
+        return self._client.control(operation, timeout_s)
+
+    def shutdown(self) -> None:
+        """End the engine; may be called twice."""
+        self._client.shutdown()
+
+    def __enter__(self) -> "LLMEngine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()

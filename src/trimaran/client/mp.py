@@ -1,0 +1,313 @@
+"""Engines in processes of their own, reached over sockets (S20).
+
+Owns: the half that sync and asyncio share (``MPClient``: links, engines by rank and incarnation,
+death, teardown). Knows nothing of text. Its two ways to receive are mp_sync and mp_async, chosen by
+``EngineCoreClient.make_client``.
+
+    caller --> add, abort, control  --ROUTER/DEALER-->  engine processes
+    caller <-- queue <-- _on_output <-----PUSH/PULL---
+"""
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from trimaran.client.background_resources import BackgroundResources
+from trimaran.client.core_client import EngineCoreClient
+from trimaran.client.death_policy import DeathPolicy, RaiseOnDeath
+from trimaran.client.utility_calls import UtilityCalls
+from trimaran.config import EngineConfig
+from trimaran.engine.outputs import append_or_merge
+from trimaran.errors import (
+    DeadlineExceededError,
+    EngineDeadError,
+    OverloadedError,
+    ProtocolError,
+    TrimaranError,
+    UnavailableError,
+)
+from trimaran.ids import engine_identity, rank_of_identity
+from trimaran.ipc.codec import Decoder, Encoder
+from trimaran.ipc.folder import PrivateFolder
+from trimaran.ipc.sockets import Context, Sent
+from trimaran.launch.core_engines import LaunchedEngines, launch_core_engines
+from trimaran.launch.links import BoundLinks, ClientLinks
+from trimaran.launch.plan import plan_engines
+from trimaran.launch.processes import ENGINE_ENTRY
+from trimaran.messages import (
+    ENGINE_CORE_DEAD,
+    AbortRequests,
+    ControlOperation,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineDeath,
+    RequestType,
+    UtilityCall,
+)
+
+logger = logging.getLogger(__name__)
+
+# Messages kept for a caller that does not take them; beyond it they are merged.
+_MAX_QUEUED = 64
+# Engines we launched say "ready" twice: to the launcher, then here. Between the two lie moments.
+_GREETING_TIMEOUT_S = 10.0
+
+
+@dataclass
+class _Engine:
+    rank: int
+    identity: bytes
+    incarnation: int | None = None  # known once it has greeted
+    ready: EngineCoreReadyResponse | None = None
+    dead: bool = False
+
+
+class MPClient(EngineCoreClient):
+    """The shared half. Subclasses receive: they call ``_on_greeting`` and ``_on_output``."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        links: ClientLinks | None = None,
+        *,
+        death_policy: DeathPolicy | None = None,
+        engine_entry: str = ENGINE_ENTRY,
+    ) -> None:
+        self._config = config
+        self._engine_entry = engine_entry
+        self._policy = death_policy or RaiseOnDeath()
+        self._encoder = Encoder()
+        self._decode_outputs: Decoder[EngineCoreOutputs] = Decoder(EngineCoreOutputs)
+        self._decode_death: Decoder[EngineDeath] = Decoder(EngineDeath)
+        self._decode_ready: Decoder[EngineCoreReadyResponse] = Decoder(EngineCoreReadyResponse)
+        # Guards all that follows: callers, the reading thread and the engine monitor meet here.
+        self._lock = threading.RLock()
+        self._queue: deque[EngineCoreOutputs] = deque()
+        self._error: TrimaranError | None = None  # what every call raises from now on
+        self._calls = UtilityCalls()
+        self._unsent: deque[list[bytes]] = deque()  # aborts and calls for a link that is full
+        self.num_dropped_messages = 0  # undecodable, or of an old incarnation
+        self.resources = BackgroundResources()
+        self._finalizer = weakref.finalize(self, self.resources)
+        try:
+            self._open(links)
+        except BaseException:
+            self._finalizer()
+            raise
+
+    def _open(self, links: ClientLinks | None) -> None:
+        self._context = Context()
+        self.resources.push("the ZMQ context", self._context.close)
+        self._launched: LaunchedEngines | None = None
+        if links is not None:
+            self._open_links(links)
+            return
+        plan = plan_engines(self._config)
+        folder = PrivateFolder()
+        self.resources.push("the folder of sockets", folder.close)
+        bound = BoundLinks.bind(folder, 0, tuple(process.rank for process in plan))
+        self.resources.push("the listeners", bound.close)
+        self._open_links(bound.spec)
+        self._launched = launch_core_engines(
+            self._config,
+            plan,
+            [bound.spec],
+            folder,
+            self._context,
+            weakly(self._on_child_end),
+            self._engine_entry,
+        )
+        self.resources.push("the engines", self._launched.close)
+
+    def _open_links(self, links: ClientLinks) -> None:
+        self._client_index = links.client_index
+        self._engines = {rank: _Engine(rank, engine_identity(rank)) for rank in links.ranks}
+        self._requests = self._context.router(links.input_address, links.input_fd)
+        self.resources.push("the request link", self._requests.close)
+        self._outputs = self._context.pull(links.output_address, links.output_fd)
+        self.resources.push("the output link", self._outputs.close)
+
+    @property
+    def ready(self) -> list[EngineCoreReadyResponse]:
+        return [engine.ready for engine in self._engines.values() if engine.ready is not None]
+
+    def fail(self, cause: str) -> None:
+        self._fail_all(EngineDeadError("the deployment failed", cause=cause))
+
+    def _engine_died(self, death: EngineDeath) -> None:
+        with self._lock:
+            engine = self._engines.get(death.rank)
+            if engine is None or engine.dead or engine.incarnation not in (None, death.incarnation):
+                return  # of an engine that is gone already, or was replaced
+            engine.dead = True
+            error = self._policy.engine_died(death)
+            gone = EngineDeadError(f"engine rank {death.rank} died", cause=death.cause)
+            self._calls.fail(error or gone, death.rank)
+            if error is not None:
+                self._fail_all(error)
+
+    # -------------------------------------------------------------------- what subclasses provide
+
+    def _on_child_end(self, death: EngineDeath) -> None:
+        """Called by the engine monitor's thread."""
+        raise NotImplementedError
+
+    def _wake_receiver(self) -> None:
+        """Something is in the queue, or ``_error`` is set."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------ sending
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+    def _add_request(self, request: EngineCoreRequest) -> None:
+        with self._lock:
+            self._check()
+            engine = self._engine_for(request)
+            request.client_index = self._client_index
+            frames = self._frames(engine, RequestType.ADD, request)
+            if self._unsent or (sent := self._requests.try_send(frames)) is Sent.FULL:
+                self._send_unsent()
+                raise OverloadedError(f"engine rank {engine.rank} does not take requests")
+            if sent is Sent.UNREACHABLE:
+                raise EngineDeadError(f"engine rank {engine.rank} is not connected")
+
+    def _engine_for(self, request: EngineCoreRequest) -> _Engine:
+        """Where a balancer will choose among several."""
+        return next(iter(self._engines.values()))
+
+    def _abort_requests(self, request_ids: Sequence[str]) -> None:
+        with self._lock:
+            self._check()
+            if request_ids:
+                # To all: an engine ignores the ids that it does not have.
+                for engine in self._engines.values():
+                    self._send_surely(engine, RequestType.ABORT, AbortRequests(list(request_ids)))
+
+    def _start_control(self, operation: ControlOperation) -> "list[Future[object]]":
+        """One future per engine, in order of rank."""
+        futures = []
+        with self._lock:
+            self._check()
+            for engine in self._engines.values():
+                call_id, future = self._calls.start(engine.rank, operation)
+                futures.append(future)
+                call = UtilityCall(call_id, self._client_index, operation)
+                if not self._send_surely(engine, RequestType.UTILITY, call):
+                    gone = EngineDeadError(f"engine rank {engine.rank} is not connected")
+                    self._calls.fail(gone, engine.rank)
+        return futures
+
+    def _forget_calls(self, futures: "Sequence[Future[object]]") -> None:
+        with self._lock:
+            self._calls.forget(futures)
+
+    def _frames(self, engine: _Engine, kind: RequestType, message: msgspec.Struct) -> list[bytes]:
+        return [engine.identity, kind.value, self._encoder.encode(message)]
+
+    def _send_surely(self, engine: _Engine, kind: RequestType, message: msgspec.Struct) -> bool:
+        """Send, or keep for later what may not be refused; False: the engine is not connected."""
+        self._send_unsent()
+        frames = self._frames(engine, kind, message)
+        sent = Sent.FULL if self._unsent else self._requests.try_send(frames)
+        if sent is Sent.FULL:
+            self._unsent.append(frames)
+        return sent is not Sent.UNREACHABLE
+
+    def _send_unsent(self) -> None:
+        while self._unsent and self._requests.try_send(self._unsent[0]) is not Sent.FULL:
+            self._unsent.popleft()
+
+    # ---------------------------------------------------------------------------------- receiving
+
+    def _on_greeting(self, frames: list[bytes]) -> None:
+        """The first message of an engine on its request link: from now on we may speak."""
+        try:
+            response = self._decode_ready.decode(frames[-1])
+            engine = self._engines.get(rank_of_identity(frames[0]))
+        except (ProtocolError, ValueError) as error:
+            self._drop("a greeting", error)
+            return
+        with self._lock:
+            if engine is None or engine.rank != response.rank:
+                self._drop("a greeting", f"no engine of rank {response.rank} is expected")
+                return
+            engine.incarnation, engine.ready = response.incarnation, response
+
+    def _on_output(self, frames: list[bytes]) -> None:
+        try:
+            if frames[0] == ENGINE_CORE_DEAD:
+                self._engine_died(self._decode_death.decode(frames[-1]))
+                return
+            outputs = self._decode_outputs.decode(frames[0])
+        except ProtocolError as error:
+            self._drop("a message", error)
+            return
+        with self._lock:
+            engine = self._engines.get(outputs.rank)
+            if engine is None or engine.incarnation != outputs.incarnation:
+                self._drop("outputs", f"from an old engine of rank {outputs.rank}")
+                return
+            if outputs.utility is not None:
+                self._calls.complete(outputs.utility)
+                return
+            if len(self._queue) < _MAX_QUEUED:
+                self._queue.append(outputs)
+            else:
+                append_or_merge(self._queue, outputs)
+            self._wake_receiver()
+
+    def _drop(self, what: str, why: object) -> None:
+        self.num_dropped_messages += 1
+        logger.warning("dropped %s (%d so far): %s", what, self.num_dropped_messages, why)
+
+    # --------------------------------------------------------------------------- starting, ending
+
+    @property
+    def _missing(self) -> str:
+        return ", ".join(
+            f"engine rank {engine.rank}" for engine in self._engines.values() if not engine.ready
+        )
+
+    def _not_ready(self, timeout_s: float) -> DeadlineExceededError:
+        missing = (self._launched.missing() if self._launched else "") or self._missing
+        return DeadlineExceededError(
+            f"not ready after {timeout_s:g} s: {missing}",
+            hint="give it more time with --engine-ready-timeout-s",
+        )
+
+    def _ready_timeout_s(self, timeout_s: float | None) -> float:
+        if timeout_s is not None:
+            return timeout_s
+        # The launcher has the same deadline and a better word for it: it comes first.
+        return self._config.launch.engine_ready_timeout_s + _GREETING_TIMEOUT_S
+
+    def _fail_all(self, error: TrimaranError) -> None:
+        """From now on every call raises ``error``; the first one stays, but for a close."""
+        with self._lock:
+            if self._error is None or isinstance(error, UnavailableError):
+                self._error = error
+            self._calls.fail(error)
+            self._wake_receiver()
+
+
+def weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Call a method for as long as its object lives, without keeping it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(argument)
+
+    return call

@@ -1,0 +1,367 @@
+"""From engine outputs to what a user reads: detokenising, stop strings, logprobs, merging.
+
+Owns: the state of every unfinished request on the front end's side (its tokens received so far are
+what a replay will need). Knows nothing of sockets, asyncio or HTTP: ``AsyncLLM`` and ``LLMEngine``
+feed it engine messages and take ``RequestOutput`` items from the streams. A consumer that does not
+take costs others nothing: what it has not taken is merged into one item.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from trimaran.client.outputs import (
+    CompletionOutput,
+    PositionLogprobs,
+    RequestOutput,
+    RequestTiming,
+    TokenLogprob,
+)
+from trimaran.clock import SYSTEM_CLOCK, Clock
+from trimaran.errors import RequestFailedError, TrimaranError
+from trimaran.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    SchedulerStats,
+    TokenLogprobs,
+)
+from trimaran.sampling_params import RequestOutputKind, SamplingParams
+from trimaran.text.detokenizer import IncrementalDetokenizer
+from trimaran.text.stop import StopChecker
+from trimaran.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Metrics(Protocol):
+    """What the processor reports; ``metrics.recorder.MetricsRecorder`` is one."""
+
+    def on_scheduler_stats(self, rank: int, stats: SchedulerStats) -> None: ...
+    def on_first_token(self, seconds: float) -> None: ...
+    def on_tokens(self, count: int, interval_s: float) -> None: ...
+    def on_finished(
+        self, reason: str, prompt_tokens: int, generation_tokens: int, e2e_s: float, queue_s: float
+    ) -> None: ...
+
+
+class _Choice:
+    """One sequence of a request: its tokens, and the text they have become."""
+
+    __slots__ = (
+        "detokenizer", "finish_reason", "index", "logprobs", "parts", "request", "stop",
+        "stop_reason", "stream", "taken_logprobs", "taken_parts", "taken_tokens", "token_ids",
+    )  # fmt: skip
+
+    def __init__(
+        self, stream: "RequestStream", request: EngineCoreRequest, tokenizer: Tokenizer
+    ) -> None:
+        params = stream.params
+        self.stream = stream
+        self.request = request
+        self.index = request.choice_index
+        self.token_ids: list[int] = list(request.prior_output_ids)
+        self.parts: list[str] = []
+        self.logprobs: list[PositionLogprobs] = []
+        self.taken_tokens = self.taken_parts = self.taken_logprobs = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.detokenizer: IncrementalDetokenizer | None = None
+        self.stop: StopChecker | None = None
+        if params.detokenize:
+            # A completion reads on from its prompt; an answer in a chat is a text of its own.
+            before = request.prompt_token_ids if stream.continues_prompt else ()
+            self.detokenizer = IncrementalDetokenizer(
+                tokenizer, before, skip_special_tokens=params.skip_special_tokens
+            )
+        if params.stop:
+            self.stop = StopChecker(params.stop, include_stop=params.include_stop_str_in_output)
+
+    def receive(self, output: EngineCoreOutput, tokenizer: Tokenizer) -> bool:
+        """Take in new tokens; True if a stop string ended the choice before the engine did."""
+        params = self.stream.params
+        # A resend starts at an index already received: what is known is dropped, never doubled.
+        known = len(self.token_ids) - output.first_index
+        if known < 0:
+            raise RequestFailedError(
+                f"tokens {len(self.token_ids)} to {output.first_index - 1} of a request were lost"
+            )
+        new_ids = output.new_token_ids[known:] if known else output.new_token_ids
+        text_ids = new_ids
+        if (
+            output.finish_reason is FinishReason.STOP
+            and new_ids
+            and not params.include_stop_str_in_output
+        ):
+            text_ids = new_ids[:-1]  # the token that ended it is no part of the text
+        if self.stop is None or self.stream.min_tokens_pending(len(self.token_ids)):
+            self.token_ids += new_ids
+            if self.detokenizer is not None and text_ids:
+                self._emit(self.detokenizer.push(text_ids))
+        elif self._push_until_stop(new_ids, len(text_ids)):
+            self._add_logprobs(output.logprobs, known, tokenizer)
+            return output.finish_reason is None
+        self._add_logprobs(output.logprobs, known, tokenizer)
+        if output.finish_reason is not None:
+            self._finish(str(output.finish_reason), output.stop_reason)
+        return False
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self.parts.append(text)
+
+    def _push_until_stop(self, new_ids: list[int], num_text_ids: int) -> bool:
+        # Token by token, so that nothing after a stop string is counted or returned.
+        assert self.stop is not None
+        assert self.detokenizer is not None
+        for position, token_id in enumerate(new_ids):
+            self.token_ids.append(token_id)
+            if position >= num_text_ids:
+                break
+            text, matched = self.stop.push(self.detokenizer.push([token_id]))
+            self._emit(text)
+            if matched is not None:
+                self.finish_reason, self.stop_reason = "stop", matched
+                return True
+        return False
+
+    def _finish(self, reason: str, stop_reason: int | None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        if self.detokenizer is None:
+            return
+        tail = self.detokenizer.finish()
+        if self.stop is not None:
+            text, matched = self.stop.push(tail)
+            self._emit(text)
+            if matched is not None:
+                self.finish_reason, self.stop_reason = "stop", matched
+                return
+            tail = self.stop.flush()
+        self._emit(tail)
+
+    def _add_logprobs(
+        self, columns: TokenLogprobs | None, known: int, tokenizer: Tokenizer
+    ) -> None:
+        if columns is not None:
+            self.logprobs += position_logprobs(columns, tokenizer)[known:]
+            del self.logprobs[len(self.token_ids) :]
+
+    def output(self, kind: RequestOutputKind) -> CompletionOutput | None:
+        """What this choice adds to the next item; None if it has no news."""
+        if kind is not RequestOutputKind.DELTA:
+            token_ids, text, logprobs = list(self.token_ids), "".join(self.parts), self.logprobs[:]
+        else:
+            if self.taken_tokens == len(self.token_ids) and self.finish_reason is None:
+                return None
+            if self.taken_tokens < 0:  # its last item has been handed over
+                return None
+            token_ids = self.token_ids[self.taken_tokens :]
+            text = "".join(self.parts[self.taken_parts :])
+            logprobs = self.logprobs[self.taken_logprobs :]
+            self.taken_tokens = -1 if self.finish_reason is not None else len(self.token_ids)
+            self.taken_parts, self.taken_logprobs = len(self.parts), len(self.logprobs)
+        return CompletionOutput(
+            self.index,
+            text,
+            token_ids,
+            self.finish_reason,
+            self.stop_reason,
+            logprobs if self.stream.params.logprobs is not None else None,
+        )
+
+
+class RequestStream:
+    """All choices of one user request, and the items its consumer has not taken yet."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        requests: list[EngineCoreRequest],
+        params: SamplingParams,
+        on_news: Callable[[], None],
+        *,
+        continues_prompt: bool = True,
+    ) -> None:
+        """``on_news`` is called when ``take`` may have something."""
+        self.continues_prompt = continues_prompt
+        self.request_id = request_id
+        self.prompt = prompt
+        self.requests = requests
+        self.params = params
+        self.choices: list[_Choice] = []
+        self.error: Exception | None = None
+        self.timing = RequestTiming(arrival=requests[0].arrival_time)
+        self.num_cached_tokens = 0
+        self.num_unfinished = len(requests)
+        self._prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self._on_news = on_news
+
+    @property
+    def finished(self) -> bool:
+        return self.num_unfinished == 0
+
+    def min_tokens_pending(self, num_tokens: int) -> bool:
+        """Whether stop strings are not looked for yet."""
+        return num_tokens < self.params.min_tokens
+
+    def notify(self) -> None:
+        if self.params.output_kind is not RequestOutputKind.FINAL_ONLY or self.finished:
+            self._on_news()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error, which the consumer raises after what came before it."""
+        if self.error is None:
+            self.error = error
+        self._on_news()
+
+    def take(self) -> RequestOutput | None:
+        """The next item, or None if there is no news.
+
+        Raises what the stream failed with.
+        """
+        kind = self.params.output_kind
+        if kind is RequestOutputKind.FINAL_ONLY and not self.finished:
+            if self.error is not None:
+                raise self.error
+            return None
+        outputs = [o for choice in self.choices if (o := choice.output(kind)) is not None]
+        if not outputs:
+            if self.error is not None:
+                raise self.error
+            return None
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.requests[0].prompt_token_ids,
+            outputs,
+            self.finished,
+            self.num_cached_tokens,
+            sum([len(choice.token_ids) for choice in self.choices]),
+            prompt_logprobs,
+            self.timing,
+        )
+
+    def set_prompt_logprobs(self, columns: TokenLogprobs, tokenizer: Tokenizer) -> None:
+        if self._prompt_logprobs is None:
+            self._prompt_logprobs = [None, *position_logprobs(columns, tokenizer)]
+
+
+class OutputProcessor:
+    """Routes engine outputs to request streams."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, metrics: Metrics | None = None, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._clock = clock
+        self._choices: dict[str, _Choice] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._choices)
+
+    def add(self, stream: RequestStream) -> None:
+        """Register before the requests are submitted, so that no output finds nobody."""
+        stream.choices = [_Choice(stream, r, self._tokenizer) for r in stream.requests]
+        for choice in stream.choices:
+            self._choices[choice.request.request_id] = choice
+
+    def remove(self, stream: RequestStream) -> list[str]:
+        """Forget a stream whose consumer left; the internal ids the engine must abort."""
+        gone = [r.request_id for r in stream.requests if self._choices.pop(r.request_id, None)]
+        if gone and self._metrics is not None:
+            self._report_finished(stream, "abort")
+        return gone
+
+    def fail_all(self, error: Exception) -> None:
+        """The engine is gone: every unfinished stream ends with its error."""
+        streams = {id(choice.stream): choice.stream for choice in self._choices.values()}
+        self._choices.clear()
+        for stream in streams.values():
+            stream.fail(error)
+
+    def process(self, message: EngineCoreOutputs) -> list[str]:
+        """Take in one engine message; the internal ids to abort (ended by a stop string)."""
+        to_abort: list[str] = []
+        now = self._clock.wall()
+        if message.stats is not None and self._metrics is not None:
+            self._metrics.on_scheduler_stats(message.rank, message.stats)
+        for output in message.outputs:
+            choice = self._choices.get(output.request_id)
+            if choice is None:
+                continue  # aborted or failed here, and the engine had not heard of it yet
+            try:
+                if output.finish_reason is FinishReason.ERROR:
+                    raise RequestFailedError(output.error or "the request failed in the engine")
+                self._process_one(choice, output, now, to_abort)
+            except TrimaranError as error:
+                to_abort += self.remove(choice.stream)
+                choice.stream.fail(error)
+        return to_abort
+
+    def _process_one(
+        self, choice: _Choice, output: EngineCoreOutput, now: float, to_abort: list[str]
+    ) -> None:
+        stream = choice.stream
+        self._mark_times(stream, output, now)
+        if output.prompt_logprobs is not None:
+            stream.set_prompt_logprobs(output.prompt_logprobs, self._tokenizer)
+        if choice.receive(output, self._tokenizer):
+            to_abort.append(output.request_id)
+        if choice.finish_reason is not None:
+            del self._choices[output.request_id]
+            stream.num_unfinished -= 1
+            if stream.finished and self._metrics is not None:
+                self._report_finished(stream, choice.finish_reason)
+        stream.notify()
+
+    def _mark_times(self, stream: RequestStream, output: EngineCoreOutput, now: float) -> None:
+        timing = stream.timing
+        if output.scheduled_at and not timing.scheduled:
+            timing.queued, timing.scheduled = output.queued_at, output.scheduled_at
+            stream.num_cached_tokens = output.num_cached_tokens
+        if not output.new_token_ids:
+            return
+        if not timing.first_token:
+            timing.first_token = now
+            if self._metrics is not None:
+                self._metrics.on_first_token(now - timing.arrival)
+        elif self._metrics is not None:
+            self._metrics.on_tokens(len(output.new_token_ids), now - timing.last_token)
+        timing.last_token = now
+
+    def _report_finished(self, stream: RequestStream, reason: str) -> None:
+        assert self._metrics is not None
+        timing = stream.timing
+        self._metrics.on_finished(
+            reason,
+            len(stream.requests[0].prompt_token_ids),
+            sum(len(choice.token_ids) for choice in stream.choices),
+            self._clock.wall() - timing.arrival,
+            max(0.0, timing.scheduled - timing.arrival) if timing.scheduled else 0.0,
+        )
+
+
+def position_logprobs(columns: TokenLogprobs, tokenizer: Tokenizer) -> list[PositionLogprobs]:
+    """Columns of ids and numbers -> one entry per position with texts and bytes.
+
+    A row is the chosen token followed by the k most likely, so candidate j >= 1 has rank j.
+    """
+    positions = []
+    for ids, values, rank in zip(columns.token_ids, columns.logprobs, columns.ranks, strict=True):
+        candidates = [
+            TokenLogprob(
+                token_id,
+                value,
+                rank if place == 0 else place,
+                tokenizer.token_text(token_id),
+                tokenizer.token_bytes(token_id),
+            )
+            for place, (token_id, value) in enumerate(zip(ids, values, strict=True))
+        ]
+        positions.append(PositionLogprobs(candidates[0], candidates[1:]))
+    return positions

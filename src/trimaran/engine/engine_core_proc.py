@@ -1,0 +1,193 @@
+"""An engine process: three threads around one EngineCore (S8, S9).
+
+Owns: the order of the start, the main loop and the end. Knows nothing of scheduling (EngineCore)
+nor of sockets (the receiver, the sender and the launcher link). Started by launch/ through
+``run_engine_core``.
+
+    input thread  --WorkItem-->  main thread: add, abort, control, step  --outputs-->  output thread
+"""
+
+import gc
+import logging
+import os
+import queue
+import signal
+from typing import Any
+
+import msgspec
+
+from trimaran.clock import SYSTEM_CLOCK, Clock
+from trimaran.engine.engine_core import EngineCore, make_executor
+from trimaran.engine.launcher_link import LauncherLink
+from trimaran.engine.output_sender import OutputSender
+from trimaran.engine.outputs import failed_output
+from trimaran.engine.request_receiver import RequestReceiver, Work, WorkItem
+from trimaran.engine.spec import EngineSpec
+from trimaran.errors import DeadlineExceededError, OverloadedError, TrimaranError
+from trimaran.ids import engine_identity
+from trimaran.ipc.codec import Encoder
+from trimaran.ipc.sockets import Context
+from trimaran.logging import configure
+from trimaran.messages import (
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineDeath,
+    UtilityCall,
+    UtilityOutput,
+)
+from trimaran.process.failure import failure_of
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 30.0
+_THREAD_END_TIMEOUT_S = 2.0
+
+
+def run_engine_core(spec: EngineSpec) -> None:
+    """The entry point of an engine process: returns when told to end, raises when it fails."""
+    observability = spec.config.observability
+    configure(
+        f"engine {spec.rank}", level=observability.log_level, log_format=observability.log_format
+    )
+    EngineCoreProc(spec).run()
+
+
+class EngineCoreProc:
+    """One rank of the deployment."""
+
+    def __init__(self, spec: EngineSpec, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._spec = spec
+        self._clock = clock
+        self._context = Context()
+        self._items: queue.SimpleQueue[WorkItem] = queue.SimpleQueue()
+        self._launcher = LauncherLink(self._context, spec, os.getpid(), clock)
+        self._core: EngineCore
+        self._sender: OutputSender
+        self._receiver: RequestReceiver
+
+    def run(self) -> None:
+        timeout_s = self._spec.config.launch.engine_ready_timeout_s
+        addresses = self._launcher.introduce(timeout_s)
+        response = self._build_core()
+        self._sender = OutputSender(self._context, addresses.outputs, self._thread_failed)
+        self._receiver = RequestReceiver(
+            self._context,
+            engine_identity(self._spec.rank),
+            addresses.inputs,
+            self._items,
+            self._refuse,
+        )
+        # Until here SIGTERM ends the process at once: there was nothing to end in order.
+        signal.signal(signal.SIGTERM, lambda *_: self._items.put(WorkItem(Work.STOP)))
+        self._sender.start()
+        self._receiver.start(Encoder().encode(response))
+        try:
+            if not self._receiver.connected.wait(_CONNECT_TIMEOUT_S):
+                raise DeadlineExceededError(
+                    f"engine rank {self._spec.rank}: its request links were not open after"
+                    f" {_CONNECT_TIMEOUT_S:g} s"
+                )
+            self._launcher.ready(response)
+            # What was loaded stays for good: no collection has to look at it again.
+            gc.collect()
+            gc.freeze()
+            self._run_busy_loop()
+        except BaseException as error:
+            self._announce_death(error)
+            raise
+        else:
+            self._core.shutdown()
+        finally:
+            self._close()
+
+    def _build_core(self) -> EngineCoreReadyResponse:
+        spawned = self._clock.wall() - self._spec.spawned_at
+        began = self._clock.monotonic()
+        self._launcher.progress("importing", 0.0)
+        executor = make_executor(self._spec.config)  # imports torch where it needs it
+        importing = self._clock.monotonic() - began
+        self._core = EngineCore(
+            self._spec.config, executor, clock=self._clock, on_progress=self._launcher.progress
+        )
+        return self._core.ready_response(
+            self._spec.rank,
+            self._spec.incarnation,
+            [("process", spawned), ("importing", importing)],
+        )
+
+    def _run_busy_loop(self) -> None:
+        while self._take_work():
+            for client_index, outputs in self._core.step().items():
+                self._send(client_index, outputs)
+
+    def _take_work(self) -> bool:
+        """Apply all that came in, aborts included, before each step; block while there is no work.
+
+        Returns False when told to end.
+        """
+        while True:
+            try:
+                item = self._items.get(block=not self._core.has_work())
+            except queue.Empty:
+                return True
+            if item.work is Work.STOP:
+                return False
+            self._apply(item.work, item.payload)
+
+    def _apply(self, work: Work, payload: Any) -> None:
+        match work:
+            case Work.ADD:
+                try:
+                    self._core.add_request(payload)
+                except TrimaranError as error:
+                    self._fail_request(payload, error)
+            case Work.ABORT:
+                self._core.abort_requests(payload.request_ids)
+            case Work.UTILITY:
+                self._send(payload.client_index, self._outputs(utility=self._control(payload)))
+            case Work.FAILED:
+                raise payload
+
+    def _control(self, call: UtilityCall) -> UtilityOutput:
+        try:
+            result = self._core.control(call.operation)
+            return UtilityOutput(call.call_id, msgspec.msgpack.encode(result))
+        except Exception as error:  # noqa: BLE001  utility dispatch: the error is the caller's
+            logger.warning("%s failed: %s", type(call.operation).__name__, error)
+            return UtilityOutput(call.call_id, error=str(error), error_type=type(error).__name__)
+
+    def _refuse(self, request: EngineCoreRequest) -> None:
+        """Called in the input thread, where it finds the queue full."""
+        self._fail_request(request, OverloadedError("too many requests wait for this engine"))
+
+    def _fail_request(self, request: EngineCoreRequest, error: TrimaranError) -> None:
+        output = failed_output(request, error)
+        self._send(request.client_index, self._outputs(outputs=[output]))
+
+    def _outputs(self, **content: Any) -> EngineCoreOutputs:
+        return EngineCoreOutputs(
+            rank=self._spec.rank,
+            incarnation=self._spec.incarnation,
+            timestamp=self._clock.wall(),
+            **content,
+        )
+
+    def _send(self, client_index: int, outputs: EngineCoreOutputs) -> None:
+        # EngineCore does not know which replica it is; every message says so.
+        outputs.rank, outputs.incarnation = self._spec.rank, self._spec.incarnation
+        self._sender.send(client_index, outputs)
+
+    def _thread_failed(self, error: BaseException) -> None:
+        self._items.put(WorkItem(Work.FAILED, error))
+
+    def _announce_death(self, error: BaseException) -> None:
+        failure = failure_of(error)
+        cause = f"{failure.text} ({failure.hint})" if failure.hint else failure.text
+        self._sender.announce_death(EngineDeath(self._spec.rank, self._spec.incarnation, cause))
+
+    def _close(self) -> None:
+        self._sender.close(_THREAD_END_TIMEOUT_S)
+        self._receiver.close(_THREAD_END_TIMEOUT_S)
+        self._launcher.close()
+        self._context.close()

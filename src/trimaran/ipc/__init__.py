@@ -1,0 +1,1 @@
+"""Bytes between processes: sockets, listeners, the private folder, the codec. No meaning."""

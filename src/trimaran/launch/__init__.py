@@ -1,0 +1,1 @@
+"""From a configuration to running processes: plan, handshake, engines, supervisor."""

@@ -1,0 +1,229 @@
+"""Engines from start to end: processes and handshake together.
+
+Owns: ``CoreEngines``, which somebody else's poll loop drives (the supervisor's), and
+``launch_core_engines``, which drives it in a thread of its own (for ``LLM`` and ``AsyncLLM``, whose
+process is the parent of its engines). Knows nothing of requests. Called by ``supervisor``, client/.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from trimaran.clock import SYSTEM_CLOCK, Clock
+from trimaran.config import EngineConfig
+from trimaran.engine.spec import fingerprint
+from trimaran.errors import ChildFailedError, ProtocolError
+from trimaran.ipc.codec import Decoder, Encoder
+from trimaran.ipc.folder import PrivateFolder
+from trimaran.ipc.listeners import Listener
+from trimaran.ipc.sockets import Context, HasFileno, Poller, Socket
+from trimaran.launch.handshake import Handshake
+from trimaran.launch.links import ClientLinks
+from trimaran.launch.plan import EngineProcess
+from trimaran.launch.processes import ENGINE_ENTRY, CoreEngineProcManager, EngineId, child_failed
+from trimaran.messages import (
+    EngineAddresses,
+    EngineCoreReadyResponse,
+    EngineDeath,
+    HandshakeMessage,
+)
+from trimaran.process.spawn import Child, ChildEnd
+
+logger = logging.getLogger(__name__)
+
+_WAITING_LOG_INTERVAL_S = 5.0
+# How often deadlines are looked at; everything else wakes the loop by itself.
+TICK_S = 0.5
+_THREAD_END_TIMEOUT_S = 5.0
+
+
+class EngineEnd(NamedTuple):
+    engine: EngineId
+    name: str
+    end: ChildEnd
+
+    def error(self) -> ChildFailedError:
+        """For whoever waits for the engine to start."""
+        return child_failed(self.name, self.end)
+
+
+class CoreEngines:
+    """The engines of this node, while they start, run and end."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        plan: Sequence[EngineProcess],
+        links: Sequence[ClientLinks],
+        folder: PrivateFolder,
+        context: Context,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        entry: str = ENGINE_ENTRY,
+    ) -> None:
+        self._clock = clock
+        self._started_at = clock.monotonic()
+        self._waiting_logged_at = self._started_at
+        self._encoder = Encoder()
+        self._decoder: Decoder[HandshakeMessage] = Decoder(HandshakeMessage)
+        self._listener = Listener.bind_ipc(folder.socket_path("handshake"))
+        self._socket = context.router(self._listener.address, self._listener.fileno())
+        try:
+            self._manager = CoreEngineProcManager(
+                config, plan, self._listener.address, clock, entry
+            )
+        except BaseException:
+            self._close_socket()
+            raise
+        self.handshake = Handshake(
+            dict(self._manager.engines.values()),
+            fingerprint(config),
+            EngineAddresses(
+                inputs=[link.input_address for link in links],
+                outputs=[link.output_address for link in links],
+            ),
+            self._started_at,
+            config.launch.engine_ready_timeout_s,
+        )
+
+    @property
+    def sources(self) -> list[Socket | HasFileno]:
+        """What to poll: when one is readable, call ``handle`` with it."""
+        return [self._socket, *self._manager.children]
+
+    def handle(self, source: Socket | HasFileno) -> EngineEnd | None:
+        """Take what a readable source brings: messages, or the end of an engine (returned)."""
+        if isinstance(source, Child):
+            return EngineEnd(self._manager.engines[source], source.name, source.end())
+        while (frames := self._socket.try_receive()) is not None:
+            try:
+                answer = self.handshake.receive(frames[0], self._decoder.decode(frames[-1]))
+            except (ProtocolError, ValueError) as error:
+                logger.warning("refused a handshake message: %s", error)
+                continue
+            if answer is not None:
+                self._socket.try_send([frames[0], self._encoder.encode(answer)])
+        return None
+
+    def tick(self) -> None:
+        """Raises DeadlineExceededError: the engines had their time. Says what it waits for."""
+        now = self._clock.monotonic()
+        if self.handshake.complete:
+            return
+        self.handshake.check_deadline(now)
+        if now - self._waiting_logged_at >= _WAITING_LOG_INTERVAL_S:
+            self._waiting_logged_at = now
+            logger.info("waiting for %s", self.handshake.missing(now))
+
+    def log_phases(self) -> None:
+        """The start-up table."""
+        for response in self.handshake.responses:
+            phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in response.phases)
+            logger.info("engine rank %d started: %s", response.rank, phases)
+
+    def close(self, grace_s: float | None = None) -> None:
+        """End the processes; returns when none is left. Idempotent."""
+        self._manager.close(grace_s)
+        self._close_socket()
+
+    def _close_socket(self) -> None:
+        self._socket.close()
+        self._listener.close()
+
+
+class LaunchedEngines:
+    """Engines watched by a thread. ``ready`` brings their responses, or the first cause."""
+
+    def __init__(self, engines: CoreEngines, on_death: Callable[[EngineDeath], None]) -> None:
+        self.ready: Future[list[EngineCoreReadyResponse]] = Future()
+        self._engines = engines
+        self._on_death = on_death
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._closing = False
+        self._thread = threading.Thread(target=self._watch, name="engine-monitor", daemon=True)
+        self._thread.start()
+
+    def missing(self) -> str:
+        """Who is not ready, in which phase, since when."""
+        return self._engines.handshake.missing(SYSTEM_CLOCK.monotonic())
+
+    def close(self) -> None:
+        """Stop watching, then end the engines. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        # A garbage collection, and so a finalizer, can happen in any thread: in that one too.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_THREAD_END_TIMEOUT_S)
+        os.close(self._wake)
+        self._engines.close()
+
+    def _watch(self) -> None:
+        try:
+            self._watch_until_closed()
+        except BaseException as error:
+            if not self.ready.done():
+                self.ready.set_exception(error)
+            else:
+                logger.exception("the engine monitor failed")
+
+    def _watch_until_closed(self) -> None:
+        poller = Poller()
+        for source in (_Descriptor(self._wake), *self._engines.sources):
+            poller.register(source)
+        while not self._closing:
+            # Ready engines have no deadline: from then on only an event wakes this thread.
+            for source in poller.poll(None if self.ready.done() else TICK_S):
+                if self._closing:
+                    return
+                end = self._engines.handle(source)
+                if end is not None:
+                    poller.unregister(source)
+                    self._engine_ended(end)
+            if not self.ready.done():
+                self._engines.tick()
+                if self._engines.handshake.complete:
+                    self._engines.log_phases()
+                    self.ready.set_result(self._engines.handshake.responses)
+
+    def _engine_ended(self, end: EngineEnd) -> None:
+        if self.ready.done():
+            rank, incarnation = end.engine
+            self._on_death(EngineDeath(rank, incarnation, end.end.explained))
+        else:
+            self.ready.set_exception(end.error())
+
+
+class _Descriptor:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+
+def launch_core_engines(
+    config: EngineConfig,
+    plan: Sequence[EngineProcess],
+    links: Sequence[ClientLinks],
+    folder: PrivateFolder,
+    context: Context,
+    on_death: Callable[[EngineDeath], None],
+    entry: str = ENGINE_ENTRY,
+) -> LaunchedEngines:
+    """Start the planned engines as children of this process, and watch them.
+
+    ``config.model.model`` must be what the engine can open (see formats.hub.locate_model). The
+    caller holds the links, and closes what is returned. ``on_death`` is called from another thread,
+    for an engine that ends after it was ready. Raises OSError: a process cannot be started.
+    """
+    engines = CoreEngines(config, plan, links, folder, context, entry=entry)
+    try:
+        return LaunchedEngines(engines, on_death)
+    except BaseException:
+        engines.close(0.0)
+        raise

@@ -1,0 +1,42 @@
+"""Which processes a configuration asks for. Pure: nothing here starts anything.
+
+Owns: ranks, indices, names and environments of processes. Called by ``core_engines`` and
+``supervisor``.
+"""
+
+from dataclasses import dataclass, field
+
+from trimaran.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class EngineProcess:
+    """One engine on this node."""
+
+    rank: int  # global, over all nodes
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"engine-{self.rank}"
+
+
+@dataclass(frozen=True)
+class ApiServerProcess:
+    client_index: int
+
+    @property
+    def name(self) -> str:
+        return f"api-{self.client_index}"
+
+
+def plan_engines(config: EngineConfig) -> tuple[EngineProcess, ...]:
+    """The engines of this node."""
+    threads = config.executor.threads
+    # Read by OpenMP when torch is imported, which is before the engine can set anything itself.
+    env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    return (EngineProcess(rank=0, env=env),)
+
+
+def plan_api_servers() -> tuple[ApiServerProcess, ...]:
+    return (ApiServerProcess(client_index=0),)

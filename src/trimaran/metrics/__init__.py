@@ -1,0 +1,1 @@
+"""What the server counts, under the field's metric names. Knows nothing of HTTP or engines."""

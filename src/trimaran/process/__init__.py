@@ -1,0 +1,1 @@
+"""Child processes: typed settings, a life bound to the parent's, a voice when they fail."""

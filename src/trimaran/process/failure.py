@@ -1,0 +1,53 @@
+"""What a dying child tells its parent.
+
+Owns: ``ChildFailure``, the one struct that crosses a process outside messages.py (which this
+package, being below it, cannot import), and the anonymous file by which it travels: it never
+blocks the child, has no capacity to exceed, and is there after any kind of death. Called by
+``child`` (writes) and ``spawn`` (reads).
+"""
+
+import os
+import traceback
+
+import msgspec
+
+_MAX_TEXT_CHARS = 16 << 10
+_MAX_FILE_BYTES = 1 << 20
+
+
+class ChildFailure(msgspec.Struct, array_like=True, frozen=True):
+    """An exception as text: printed last, by the parent."""
+
+    type_name: str
+    message: str
+    hint: str | None
+    traceback: str
+
+    @property
+    def text(self) -> str:
+        """``"CheckpointError: tensor x is missing"``; the hint is apart."""
+        return f"{self.type_name}: {self.message}" if self.message else self.type_name
+
+
+def failure_of(error: BaseException) -> ChildFailure:
+    """The first cause of an exception, in words."""
+    hint = getattr(error, "hint", None)
+    return ChildFailure(
+        type_name=type(error).__name__,
+        message=str(getattr(error, "message", error))[:_MAX_TEXT_CHARS],
+        hint=hint if isinstance(hint, str) else None,
+        traceback="".join(traceback.format_exception(error))[-_MAX_TEXT_CHARS:],
+    )
+
+
+def write_failure(descriptor: int, error: BaseException) -> None:
+    os.pwrite(descriptor, msgspec.msgpack.encode(failure_of(error)), 0)
+
+
+def read_failure(descriptor: int) -> ChildFailure | None:
+    """None: the child did not get to say anything, or not all of it."""
+    data = os.pread(descriptor, _MAX_FILE_BYTES, 0)
+    try:
+        return msgspec.msgpack.decode(data, type=ChildFailure) if data else None
+    except msgspec.DecodeError:
+        return None

@@ -1,0 +1,63 @@
+"""POST /tokenize and /detokenize: what a text or a conversation is as token ids, and back."""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trimaran.errors import InvalidRequestError
+from trimaran.server.limits import read_json
+from trimaran.server.openai.chat import render
+from trimaran.server.openai.logprobs import token_text
+from trimaran.server.openai.protocol import DetokenizeRequest, TokenizeRequest
+from trimaran.server.state import ServerState
+
+
+class ServingTokenization:
+    """The routes."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._max_bytes = state.config.server.max_request_bytes
+
+    async def tokenize(self, request: Request) -> Response:
+        """Of ``prompt``, or of ``messages`` as the chat template writes them."""
+        llm = self._state.serving_llm()
+        body = await read_json(request, TokenizeRequest, self._max_bytes)
+        self._state.check_model(body.model)
+        body.check()
+        if body.messages is None:
+            text = body.prompt or ""
+            adds_special, allows_special = True, bool(body.allow_special_tokens)
+        else:
+            text = await render(llm, body)
+            adds_special, allows_special = False, True
+        if body.add_special_tokens is not None:
+            adds_special = body.add_special_tokens
+        token_ids = await llm.encode(
+            text, add_special_tokens=adds_special, allow_special=allows_special
+        )
+        answer: dict[str, Any] = {
+            "count": len(token_ids),
+            "max_model_len": llm.max_model_len,
+            "tokens": token_ids,
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = [token_text(llm.tokenizer.token_bytes(i)) for i in token_ids]
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    async def detokenize(self, request: Request) -> Response:
+        """Special tokens are written out."""
+        llm = self._state.serving_llm()
+        body = await read_json(request, DetokenizeRequest, self._max_bytes)
+        self._state.check_model(body.model)
+        if body.tokens and max(body.tokens) >= llm.vocab_size:
+            raise InvalidRequestError(
+                f"token id {max(body.tokens)} is outside the vocabulary"
+                f" (0 to {llm.vocab_size - 1})",
+                param="tokens",
+            )
+        text = llm.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")

@@ -1,0 +1,180 @@
+"""An engine-free LLM with AsyncLLM's methods: bytes are tokens, and the output is a given text.
+
+Deterministic: choice c of a request writes SCRIPT from its c-th character on, over and over.
+"""
+
+import asyncio
+import codecs
+import threading
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from trimaran.client.outputs import (
+    CompletionOutput,
+    PositionLogprobs,
+    RequestOutput,
+    TokenLogprob,
+)
+from trimaran.errors import EngineDeadError, InvalidRequestError
+from trimaran.formats.architecture import GenerationDefaults
+from trimaran.messages import ResetPrefixCache
+from trimaran.sampling_params import RequestOutputKind, SamplingParams
+
+SCRIPT = 'Hi 😊 wörld, "quoted" \\ 中文\n'
+BOS, EOS = 256, 257
+
+
+class FakeTokenizer:
+    bos_token_id = BOS
+    special_ids = frozenset({BOS, EOS})
+
+    def __init__(self, *, adds_bos: bool = True) -> None:
+        self.adds_bos = adds_bos
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, allow_special: bool = False
+    ) -> list[int]:
+        parts = text.split("<bos>") if allow_special else [text]
+        ids = list(parts[0].encode())
+        for part in parts[1:]:
+            ids += [BOS, *part.encode()]
+        return [BOS, *ids] if add_special_tokens and self.adds_bos else ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return {BOS: b"<bos>", EOS: b"<eos>"}.get(token_id) or bytes([token_id])
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        shown = [i for i in ids if not (skip_special_tokens and i in self.special_ids)]
+        return b"".join(self.token_bytes(i) for i in shown).decode("utf-8", "replace")
+
+
+def position(token_id: int, count: int) -> PositionLogprobs:
+    """The chosen token with -0.25, then the next ids with -0.25, -0.5 …"""
+
+    def one(index: int) -> TokenLogprob:
+        token = (token_id + index) % 256
+        data = bytes([token])
+        return TokenLogprob(
+            token, -0.25 * (index + 1), index + 1, data.decode("utf-8", "replace"), data
+        )
+
+    return PositionLogprobs(one(0), [one(index) for index in range(count)])
+
+
+class FakeLLM:
+    """Attributes may be changed by a test before it sends requests."""
+
+    max_model_len = 512
+    vocab_size = 260
+
+    def __init__(self, *, adds_bos: bool = True, has_template: bool = True) -> None:
+        self.tokenizer = FakeTokenizer(adds_bos=adds_bos)
+        self.chat_template = SimpleNamespace() if has_template else None
+        self.defaults = GenerationDefaults(bos_token_id=BOS, eos_token_ids=(EOS,))
+        self.source = SimpleNamespace(path=Path("fake"), generation=self.defaults)
+        self.is_ready = True
+        self.dead_error: EngineDeadError | None = None
+        self.tokens_per_step = 1
+        self.cached_tokens = 0
+        self.step_s = 0.0
+        self.hold_after: int | None = None  # outputs after which a request waits to be aborted
+        self.fail_after: int | None = None  # outputs after which the engine is dead
+        self.requests: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
+        self.holding = threading.Semaphore(0)  # released by each request that begins to wait
+        self.aborted = threading.Semaphore(0)  # released by each request closed before its end
+        self.num_running = 0
+        self.rendered: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
+        self.controls: list[object] = []
+
+    async def encode(self, text: str, **options: Any) -> list[int]:
+        return self.tokenizer.encode(text, **options)
+
+    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        self.rendered.append((messages, options))
+        if messages[0]["role"] == "system":
+            raise InvalidRequestError("System role not supported", param="messages")
+        text = "<bos>" + "".join(f"{m['role']}:{m.get('content')}\n" for m in messages)
+        return text + ("assistant:" if options["add_generation_prompt"] else "")
+
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, *, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        params.verify()
+        params.verify_for_model(self.vocab_size)
+        if self.dead_error is not None:
+            raise self.dead_error
+        self.requests.append((prompt, params, {"request_id": request_id, **options}))
+        self.num_running += 1
+        ended = False
+        try:
+            async for item in self._outputs(prompt, params, request_id):
+                ended = item.finished
+                yield item
+        except EngineDeadError:
+            ended = True
+            raise
+        finally:
+            self.num_running -= 1
+            if not ended:
+                self.aborted.release()
+
+    async def _outputs(
+        self, prompt: list[int], params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        script = [
+            list((SCRIPT[choice:] + SCRIPT * (params.max_tokens or 0)).encode())[
+                : params.max_tokens
+            ]
+            for choice in range(params.n)
+        ]
+        decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in script]
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = [None, *(position(i, params.prompt_logprobs) for i in prompt[1:])]
+        is_delta = params.output_kind is RequestOutputKind.DELTA
+        step = self.tokens_per_step if is_delta else max(1, len(script[0]))
+        for number, start in enumerate(range(0, max(1, len(script[0])), step)):
+            await self._pause(number)
+            end = start + step
+            last = end >= len(script[0])
+            yield RequestOutput(
+                request_id,
+                None,
+                prompt,
+                [
+                    CompletionOutput(
+                        choice,
+                        decoders[choice].decode(bytes(ids[start:end]), last),
+                        ids[start:end],
+                        "length" if last else None,
+                        None,
+                        [position(i, params.logprobs) for i in ids[start:end]]
+                        if params.logprobs is not None
+                        else None,
+                    )
+                    for choice, ids in enumerate(script)
+                ],
+                last,
+                self.cached_tokens,
+                params.n * min(end, len(script[0])),
+                prompt_logprobs if start == 0 else None,
+            )
+
+    async def _pause(self, number: int) -> None:
+        if self.step_s:
+            await asyncio.sleep(self.step_s)
+        if number == self.hold_after:
+            self.holding.release()
+            await asyncio.get_running_loop().create_future()
+        if number == self.fail_after:
+            self.dead_error = EngineDeadError("engine 0 died", cause="/secret/path: boom")
+            raise self.dead_error
+
+    async def control(self, operation: object, *, timeout_s: float = 30) -> object:
+        self.controls.append(operation)
+        return isinstance(operation, ResetPrefixCache)
+
+    async def shutdown(self) -> None:
+        self.is_ready = False
