@@ -28,6 +28,10 @@ class MinTokens:
     def leave(self, row: int) -> None:
         self._ends.pop(row, None)
 
+    @property
+    def num_rows(self) -> int:
+        return len(self._ends)
+
     def apply(self, logits: torch.Tensor, sampling: SampleRows) -> None:
         outputs = (sampling.positions - sampling.prompt_lens).tolist()
         banned = []
@@ -58,6 +62,10 @@ class BadWords:
 
     def leave(self, row: int) -> None:
         self._words.pop(row, None)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._words)
 
     def apply(self, logits: torch.Tensor, sampling: SampleRows) -> None:
         banned = []

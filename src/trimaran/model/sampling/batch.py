@@ -63,6 +63,11 @@ class SamplingBatch:
         for feature in self._features:
             feature.leave(row)
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether any row uses any of the features."""
+        return any(feature.num_rows for feature in self._features)
+
     def change_logits(self, logits: torch.Tensor, sampling: SampleRows) -> None:
         """Apply the features in place."""
         for feature in self._features:

@@ -25,6 +25,10 @@ class LogitBias:
     def leave(self, row: int) -> None:
         self._biases.pop(row, None)
 
+    @property
+    def num_rows(self) -> int:
+        return len(self._biases)
+
     def apply(self, logits: torch.Tensor, sampling: SampleRows) -> None:
         active = sampling.active(self._biases)
         if not active:
@@ -46,6 +50,10 @@ class AllowedTokens:
 
     def leave(self, row: int) -> None:
         self._allowed.pop(row, None)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._allowed)
 
     def apply(self, logits: torch.Tensor, sampling: SampleRows) -> None:
         for i, ids in sampling.active(self._allowed):

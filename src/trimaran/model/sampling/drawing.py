@@ -5,11 +5,13 @@ requests: gets logits, settings as columns, and one uniform number per row. Call
 
 Weights are exp((logit - row maximum) / temperature): the largest is 1, so nothing overflows and
 min_p compares with them directly. In order of likelihood min_p, top_k and top_p each keep a prefix.
-Three ways, chosen by a row's own settings alone:
+The way is chosen by a row's own settings and logits alone:
 - top_k: only its k candidates are looked at;
-- top_p without top_k: a few candidates and the mass of the whole vocabulary; where these do not
-  reach top_p, the whole vocabulary, cut by a histogram instead of a sort;
-- neither: block sums over the whole vocabulary, then one block. Tokens stand in order of id.
+- min_p: a few candidates, if they reach down to min_p;
+- else: block sums over the whole vocabulary, then one block; tokens stand in order of id;
+- top_p: as before, and the token is drawn again while those more likely than it have top_p already
+  (rejection: what is accepted has the distribution cut at top_p). That looks only at blocks with a
+  more likely token, and nothing is sorted. Who is out of luck gets the cut itself.
 """
 
 from dataclasses import dataclass
@@ -17,12 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from trimaran.model.sampling.draws import further
 from trimaran.model.sampling.vocabulary_blocks import BLOCK, VocabularyBlocks
 
-# Candidates per row: for top_k the smallest that is enough (then the whole vocabulary), and for
-# top_p alone.
-_TOP_K_SIZES = (64, 1024, 16384)
-_NUCLEUS_SIZE = 256
+# Candidates per row: the smallest number that is enough.
+_TOP_K_SIZES = (64, 1024, 16384)  # then the whole vocabulary
+_MIN_P_CANDIDATES = 64
+_TOP_P_ATTEMPTS = 8
 # Rows are weighed in pieces of this many tokens, so that a piece stays in the cache.
 _PIECE_TOKENS = 1 << 20
 
@@ -37,7 +40,7 @@ class DrawSettings:
     min_p: np.ndarray  # float32
     uniform: np.ndarray  # float64 in [0, 1)
 
-    def select(self, index: np.ndarray) -> "DrawSettings":
+    def select(self, index: np.ndarray | slice) -> "DrawSettings":
         return DrawSettings(
             self.temperature[index],
             self.top_k[index],
@@ -48,25 +51,32 @@ class DrawSettings:
 
 
 def draw(blocks: VocabularyBlocks, rows: np.ndarray, settings: DrawSettings) -> np.ndarray:
-    """One token id per row: int64 [n]. ``rows`` int64 [n] are rows of the logits."""
+    """One token id per row: int64 [n]. ``rows`` int64 [n], ascending, are rows of the logits."""
     vocabulary = blocks.logits.shape[1]
     drawn = np.empty(len(rows), np.int64)
     bounded = settings.top_k < vocabulary
     smallest = 0
     for size in (*_TOP_K_SIZES, vocabulary):
-        group = np.flatnonzero(bounded & (smallest < settings.top_k) & (settings.top_k <= size))
-        if len(group):
-            drawn[group], _ = _draw_from_candidates(
-                blocks, rows[group], settings.select(group), size, None
+        lanes = np.flatnonzero(bounded & (smallest < settings.top_k) & (settings.top_k <= size))
+        if len(lanes):
+            drawn[lanes], _ = _draw_from_candidates(
+                blocks, rows[lanes], settings.select(lanes), size
             )
         smallest = size
-    nucleus = ~bounded & (settings.top_p < 1.0)
-    for group, draw_group in (
-        (np.flatnonzero(nucleus), _draw_nucleus),
-        (np.flatnonzero(~bounded & ~nucleus), _draw_plain),
+    unsettled = ~bounded
+    lanes = np.flatnonzero(unsettled & (settings.min_p > 0.0))
+    if len(lanes):
+        drawn[lanes], whole = _draw_from_candidates(
+            blocks, rows[lanes], settings.select(lanes), _MIN_P_CANDIDATES
+        )
+        unsettled[lanes] = ~whole
+    nucleus = settings.top_p < 1.0
+    for lanes, draw_lanes in (
+        (np.flatnonzero(unsettled & nucleus), _draw_nucleus),
+        (np.flatnonzero(unsettled & ~nucleus), _draw_plain),
     ):
-        if len(group):
-            drawn[group] = draw_group(blocks, rows[group], settings.select(group))
+        if len(lanes):
+            drawn[lanes] = draw_lanes(blocks, rows[lanes], settings.select(lanes))
     return drawn
 
 
@@ -106,17 +116,9 @@ def _weights(
 
 
 def _draw_from_candidates(
-    blocks: VocabularyBlocks,
-    rows: np.ndarray,
-    settings: DrawSettings,
-    count: int,
-    mass: np.ndarray | None,
+    blocks: VocabularyBlocks, rows: np.ndarray, settings: DrawSettings, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draws among the ``count`` most likely tokens, and whether these hold all that is kept.
-
-    ``mass``: float64 [n], weight of everything that min_p and top_k keep; None: the candidates
-    hold it all.
-    """
+    """Draws among the ``count`` most likely tokens, and whether min_p or top_k cut before them."""
     index = torch.from_numpy(rows)
     logits, ids = blocks.top(index, count)
     weights = (
@@ -126,34 +128,59 @@ def _draw_from_candidates(
     )
     weights[np.arange(weights.shape[1]) >= settings.top_k[:, np.newaxis]] = 0.0
     cumulative = weights.cumsum(axis=1)
-    limit = settings.top_p * (cumulative[:, -1] if mass is None else mass)
+    limit = settings.top_p * cumulative[:, -1]
     # A token is kept if those before it have not reached top_p; the first one always is.
     kept = np.empty(weights.shape, bool)
     kept[:, 0] = True
     np.less(cumulative[:, :-1], limit[:, np.newaxis], out=kept[:, 1:])
-    whole = (cumulative[:, -1] >= limit) | (weights[:, -1] == 0.0)
     kept_count = kept.sum(axis=1)
     kept_mass = cumulative[np.arange(len(rows)), kept_count - 1]
     chosen = _first_above(cumulative, settings.uniform, kept_mass, kept_count)
-    return np.take_along_axis(ids.numpy(), chosen[:, np.newaxis], axis=1)[:, 0], whole
+    tokens = np.take_along_axis(ids.numpy(), chosen[:, np.newaxis], axis=1)[:, 0]
+    return tokens, weights[:, -1] == 0.0
 
 
 def _draw_nucleus(blocks: VocabularyBlocks, rows: np.ndarray, settings: DrawSettings) -> np.ndarray:
-    mass = block_masses(blocks, rows, settings.temperature, settings.min_p).sum(axis=1)
-    drawn, whole = _draw_from_candidates(blocks, rows, settings, _NUCLEUS_SIZE, mass)
-    for i in np.flatnonzero(~whole):
-        lane = slice(i, i + 1)
-        index = torch.from_numpy(rows[lane])
-        weights = _weights(
-            blocks.logits[index],
-            blocks.row_max[index],
-            settings.temperature[lane],
-            settings.min_p[lane],
-        )
-        kept = _cut_nucleus(weights.numpy()[0], settings.top_p[i])
-        cumulative = kept.cumsum(dtype=np.float64)[np.newaxis]
-        drawn[i] = _first_above(cumulative, settings.uniform[lane], cumulative[:, -1], len(kept))[0]
+    masses = block_masses(blocks, rows, settings.temperature, settings.min_p)
+    top_p = np.maximum(settings.top_p, np.finfo(np.float64).tiny)  # 0 keeps one token
+    limit = top_p * masses.sum(axis=1)
+    drawn = np.empty(len(rows), np.int64)
+    lanes = np.arange(len(rows))
+    for attempt in range(_TOP_P_ATTEMPTS):
+        some = settings.select(lanes)
+        uniform = further(some.uniform, attempt) if attempt else some.uniform
+        tokens = _draw_by_mass(blocks, rows[lanes], some, masses[lanes], uniform)
+        drawn[lanes] = tokens
+        lanes = lanes[_mass_before(blocks, rows[lanes], some, tokens) >= limit[lanes]]
+        if not len(lanes):
+            break
+    for i in lanes:
+        index = torch.from_numpy(rows[i : i + 1])
+        one = settings.select(slice(i, i + 1))
+        weights = _weights(blocks.logits[index], blocks.row_max[index], one.temperature, one.min_p)
+        cumulative = _cut_nucleus(weights.numpy()[0], top_p[i]).cumsum(dtype=np.float64)
+        cumulative = cumulative[np.newaxis]
+        uniform = further(one.uniform, _TOP_P_ATTEMPTS)
+        drawn[i] = _first_above(cumulative, uniform, cumulative[:, -1], cumulative.size)[0]
     return drawn
+
+
+def _mass_before(
+    blocks: VocabularyBlocks, rows: np.ndarray, settings: DrawSettings, tokens: np.ndarray
+) -> np.ndarray:
+    """Weight of all that is more likely than ``tokens`` [n], or as likely with a lower id."""
+    index, ids = torch.from_numpy(rows), torch.from_numpy(tokens)
+    thresholds = blocks.logits[index, ids]
+    lanes, which = blocks.reaching(index, thresholds)
+    logits = blocks.block(index[lanes], which)
+    at = which.unsqueeze(1) * BLOCK + torch.arange(BLOCK)
+    bar = thresholds[lanes].unsqueeze(1)
+    earlier = (logits > bar) | ((logits == bar) & (at < ids[lanes].unsqueeze(1)))
+    lane = lanes.numpy()
+    weights = _weights(
+        logits, blocks.row_max[index[lanes]], settings.temperature[lane], settings.min_p[lane]
+    )
+    return np.bincount(lane, weights=(weights * earlier).sum(-1).numpy(), minlength=len(rows))
 
 
 def _cut_nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
@@ -175,12 +202,22 @@ def _cut_nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
 
 def _draw_plain(blocks: VocabularyBlocks, rows: np.ndarray, settings: DrawSettings) -> np.ndarray:
     masses = block_masses(blocks, rows, settings.temperature, settings.min_p)
+    return _draw_by_mass(blocks, rows, settings, masses, settings.uniform)
+
+
+def _draw_by_mass(
+    blocks: VocabularyBlocks,
+    rows: np.ndarray,
+    settings: DrawSettings,
+    masses: np.ndarray,
+    uniform: np.ndarray,
+) -> np.ndarray:
+    """A block by its mass, then a token in it."""
     cumulative = masses.cumsum(axis=1)
-    target = settings.uniform * cumulative[:, -1]
-    block = _first_above(cumulative, settings.uniform, cumulative[:, -1], masses.shape[1])
+    block = _first_above(cumulative, uniform, cumulative[:, -1], masses.shape[1])
     lane = np.arange(len(rows))
     before = cumulative[lane, block] - masses[lane, block]
-    inside = np.clip((target - before) / masses[lane, block], 0.0, 1.0)
+    inside = (uniform * cumulative[:, -1] - before) / masses[lane, block]
     index = torch.from_numpy(rows)
     weights = _weights(
         blocks.block(index, torch.from_numpy(block)),
@@ -189,7 +226,8 @@ def _draw_plain(blocks: VocabularyBlocks, rows: np.ndarray, settings: DrawSettin
         settings.min_p,
     )
     cumulative = weights.double().numpy().cumsum(axis=1)
-    return block * BLOCK + _first_above(cumulative, inside, cumulative[:, -1], BLOCK)
+    share = np.clip(inside, 0.0, 1.0)  # the sums were rounded
+    return block * BLOCK + _first_above(cumulative, share, cumulative[:, -1], BLOCK)
 
 
 def _first_above(

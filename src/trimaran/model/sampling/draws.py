@@ -8,7 +8,8 @@ pseudorandom number generators, 2014).
 
 import numpy as np
 
-_GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
+_GOLDEN = 0x9E37_79B9_7F4A_7C15
+_MASK = (1 << 64) - 1
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -17,9 +18,19 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def _fraction(state: np.ndarray) -> np.ndarray:
+    return (state >> np.uint64(11)) * 2.0**-53
+
+
 def uniforms(seeds: np.ndarray, choices: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """float64 [N] in [0, 1) from three uint64 [N]; wraps modulo 2**64."""
-    state = _mix(seeds + _GOLDEN)
-    state = _mix((state ^ choices) + _GOLDEN)
-    state = _mix((state ^ positions) + _GOLDEN)
-    return (state >> np.uint64(11)) * 2.0**-53
+    state = _mix(seeds + np.uint64(_GOLDEN))
+    state = _mix((state ^ choices) + np.uint64(_GOLDEN))
+    state = _mix((state ^ positions) + np.uint64(_GOLDEN))
+    return _fraction(state)
+
+
+def further(uniform: np.ndarray, index: int) -> np.ndarray:
+    """The index-th further number that belongs to each of ``uniforms``' results; index >= 1."""
+    state = (uniform * 2.0**53).astype(np.uint64)
+    return _fraction(_mix(state + np.uint64(_GOLDEN * index & _MASK)))

@@ -70,6 +70,10 @@ class Penalties:
     def leave(self, row: int) -> None:
         self._seen.pop(row, None)
 
+    @property
+    def num_rows(self) -> int:
+        return len(self._seen)
+
     def append(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
         """These tokens were sampled in these rows."""
         if not self._seen:

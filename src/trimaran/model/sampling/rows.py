@@ -50,6 +50,11 @@ class LogitsFeature(Protocol):
         """The row may not have used the feature."""
         ...
 
+    @property
+    def num_rows(self) -> int:
+        """That use it."""
+        ...
+
     def apply(self, logits: torch.Tensor, sampling: SampleRows) -> None:
         """Change logits fp32 [N, width], which are contiguous, in place."""
         ...

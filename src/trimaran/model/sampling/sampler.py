@@ -35,8 +35,12 @@ class Sampler:
         """Sample from logits fp32 [N, vocabulary], which are overwritten. N >= 1."""
         logits = padded_logits(logits, self._num_known_tokens)
         asking = np.flatnonzero(batch.num_logprobs[sampling.rows] >= 0)
-        raw = logits[torch.from_numpy(asking)] if len(asking) else None
-        batch.change_logits(logits, sampling)
+        raw, raw_rows = None, asking
+        if batch.changes_logits:
+            if len(asking):
+                raw = VocabularyBlocks(logits[torch.from_numpy(asking)])
+                raw_rows = np.arange(len(asking))
+            batch.change_logits(logits, sampling)
         blocks = VocabularyBlocks(logits)
         token_ids = blocks.argmax().numpy()
         drawn = np.flatnonzero(~batch.greedy[sampling.rows])
@@ -44,14 +48,10 @@ class Sampler:
             settings = batch.draw_settings(sampling).select(drawn)
             token_ids[drawn] = draw(blocks, drawn, settings)
         batch.append(sampling.rows, token_ids)
-        if raw is None:
+        if not len(asking):
             return Sampled(token_ids, None)
-        columns = row_logprobs(
-            VocabularyBlocks(raw),
-            np.arange(len(asking)),
-            token_ids[asking],
-            batch.num_logprobs[sampling.rows[asking]],
-        )
+        counts = batch.num_logprobs[sampling.rows[asking]]
+        columns = row_logprobs(raw or blocks, raw_rows, token_ids[asking], counts)
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
         for i, row in enumerate(asking.tolist()):
             logprobs[row] = TokenLogprobs(

@@ -63,12 +63,21 @@ class VocabularyBlocks:
             _, best = _largest(_keys(self.logits[rows]), count)
         return self.logits[rows.unsqueeze(1), best], best
 
+    def reaching(
+        self, rows: torch.Tensor, thresholds: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places in ``rows`` and blocks, int64 [m], ascending: those that hold a logit as high as
+        the row's threshold."""
+        found = self._block_max[rows] >= thresholds.unsqueeze(1)
+        place, block = found.nonzero(as_tuple=True)
+        return place, block
+
     def count_above(self, rows: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
         """How many logits of each row exceed its threshold: int64 [n]."""
-        which, block = (self._block_max[rows] > thresholds.unsqueeze(1)).nonzero(as_tuple=True)
-        above = (self._blocks[rows[which], block] > thresholds[which].unsqueeze(1)).sum(-1)
+        place, block = self.reaching(rows, thresholds)
+        above = (self._blocks[rows[place], block] > thresholds[place].unsqueeze(1)).sum(-1)
         return torch.zeros(len(rows), dtype=torch.int64, device=rows.device).index_add_(
-            0, which, above
+            0, place, above
         )
 
 
