@@ -8,6 +8,7 @@ that beyond what the model holds there is one unpacked matrix and a piece per th
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -86,10 +87,12 @@ class Weights:
         if name not in self._unused or other not in self._unused:
             return False
         one, two = self._checkpoint.tensor(name), self._checkpoint.tensor(other)
-        if one.shape == two.shape and all(
+        same = one.shape == two.shape and all(
             self._pool.map(lambda piece: _equal_rows(one, two, *piece), _pieces(one))
-        ):
+        )
+        if same:
             del self._unused[name]
+            self._done_bytes += one.stored_bytes
             return False
         logger.warning(
             "%s: %s and %s are said to be tied but differ: both are used", self._file, name, other
@@ -102,8 +105,7 @@ class Weights:
         strange = [name for name in self._unused if _is_decoder(name)]
         if strange:
             raise CheckpointError(
-                f"unexpected tensor, and {len(strange) - 1} more; the configuration names no such"
-                " part",
+                f"the configuration names no such part (nor {len(strange) - 1} others)",
                 file=self._file,
                 tensor=strange[0],
                 hint="config.json and weights must come from the same model",
@@ -170,8 +172,8 @@ def _is_decoder(name: str) -> bool:
 
 def _pieces(source: TensorSource) -> Iterator[tuple[int, int]]:
     """(first row, number of rows) of pieces that are small in fp32."""
-    rows, *rest = source.shape
-    step = max(1, _PIECE_ELEMENTS // (rest[0] if rest else 1))
+    rows = source.shape[0] if source.shape else 0
+    step = max(1, _PIECE_ELEMENTS // max(1, math.prod(source.shape[1:])))
     return ((start, min(step, rows - start)) for start in range(0, rows, step))
 
 
