@@ -116,9 +116,7 @@ class ModelRunner:
             if request_id not in self._prompt_logprobs_of:
                 continue
             row, first = step.rows[index], int(step.computed[index]) + 1
-            stop = min(
-                first + plan.num_scheduled_tokens[index], int(self._batch.prompt_lens[row])
-            )
+            stop = min(first + plan.num_scheduled_tokens[index], int(self._batch.prompt_lens[row]))
             next_ids = self._batch.token_ids[row, first:stop].astype(np.int64)
             places = step.query_start[index] + np.arange(len(next_ids))
             columns = TokenLogprobs([], [], [])
