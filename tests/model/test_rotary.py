@@ -68,6 +68,7 @@ def test_the_table_grows_with_the_context_and_keeps_its_rows():
     grown = rotary.cos_sin(4097)
     assert grown.shape == (8192, 16)
     assert torch.equal(grown[:4096], first)
+    assert torch.equal(grown, RotaryEmbedding(RopeParameters(), 16).cos_sin(8192))
 
 
 def test_frequency_factors_divide():

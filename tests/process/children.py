@@ -112,6 +112,11 @@ def wait_for_ever(spec: Report) -> None:
     threading.Event().wait()
 
 
+def wait_deaf(spec: Report) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    wait_for_ever(spec)
+
+
 def spin_for_ever(spec: Report) -> None:
     os.write(spec.descriptor, b"spinning")
     while True:

@@ -14,7 +14,8 @@ import pytest
 from tests.process import children
 from tests.process.conftest import descendants, is_gone, wait_until
 
-from trimaran.client.mp import AsyncMPClient, SyncMPClient
+from trimaran.client.mp_async import AsyncMPClient
+from trimaran.client.mp_sync import SyncMPClient
 from trimaran.config import EngineConfig, ExecutorConfig, LaunchConfig
 from trimaran.errors import ChildFailedError, DeadlineExceededError, EngineDeadError
 from trimaran.messages import EngineCoreRequest, Ping
@@ -113,7 +114,7 @@ def test_the_deadline_names_rank_and_phase(start, function, phase):
     _, run = start(config(engine_ready_timeout_s=1.0), engine_entry=entry(function))
     with pytest.raises(DeadlineExceededError) as caught:
         run("wait_ready")
-    assert f"engine rank 0 (phase {phase}, 1 s)" in str(caught.value)
+    assert f"not ready after 1 s: engine rank 0 (phase {phase}, 1 s)" in str(caught.value)
     assert "--engine-ready-timeout-s" in str(caught.value)
     assert not descendants()
 
@@ -205,7 +206,7 @@ def test_a_client_dropped_while_its_engine_starts():
 
 _PROGRAM = """
 import os, signal, sys
-from trimaran.client.mp import SyncMPClient
+from trimaran.client.mp_sync import SyncMPClient
 from trimaran.config import EngineConfig, ExecutorConfig
 config = EngineConfig(executor=ExecutorConfig(distributed_executor_backend="mock"))
 client = SyncMPClient(config, engine_entry=sys.argv[1])

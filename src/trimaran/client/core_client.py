@@ -28,8 +28,8 @@ RESULT_TYPES: dict[type, Any] = {ResetPrefixCache: bool, Ping: SchedulerStats}
 # (multiprocess_mode, asyncio_mode) -> the client; imported when chosen.
 _CLIENTS = {
     (False, False): ("trimaran.client.inproc", "InprocClient"),
-    (True, False): ("trimaran.client.mp", "SyncMPClient"),
-    (True, True): ("trimaran.client.mp", "AsyncMPClient"),
+    (True, False): ("trimaran.client.mp_sync", "SyncMPClient"),
+    (True, True): ("trimaran.client.mp_async", "AsyncMPClient"),
 }
 
 

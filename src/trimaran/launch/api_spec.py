@@ -150,7 +150,7 @@ class DeploymentWatch:
             if not packet:
                 self._stop_reading()
                 state = msgspec.structs.replace(
-                    self.current, ready=False, failure="the supervisor is gone"
+                    state, ready=False, failure="the supervisor is gone"
                 )
                 break
             state = self._decoder.decode(packet)

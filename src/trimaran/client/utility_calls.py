@@ -1,0 +1,73 @@
+"""Control operations under way: who waits for which answer (S24).
+
+Owns: call ids, futures, and the decoding of results. Guarded by its owner's lock. Called by the
+multi-process clients.
+"""
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import msgspec
+
+from trimaran.client.core_client import RESULT_TYPES
+from trimaran.errors import DeadlineExceededError, ProtocolError, RequestFailedError, TrimaranError
+from trimaran.messages import ControlOperation, UtilityOutput
+
+
+@dataclass
+class _Call:
+    future: "Future[object]"
+    rank: int
+    operation: ControlOperation
+
+
+class UtilityCalls:
+    def __init__(self) -> None:
+        self._calls: dict[int, _Call] = {}
+        self._ids = itertools.count()
+
+    def start(self, rank: int, operation: ControlOperation) -> "tuple[int, Future[object]]":
+        """(id, future) of a call to one engine."""
+        call_id, future = next(self._ids), Future[object]()
+        self._calls[call_id] = _Call(future, rank, operation)
+        return call_id, future
+
+    def complete(self, output: UtilityOutput) -> None:
+        call = self._calls.pop(output.call_id, None)
+        if call is None:
+            return  # its caller gave up
+        name = type(call.operation).__name__
+        if output.error is not None:
+            _fail(call.future, RequestFailedError(f"{name}: {output.error_type}: {output.error}"))
+            return
+        try:
+            result = msgspec.msgpack.decode(output.result, type=RESULT_TYPES[type(call.operation)])
+        except msgspec.MsgspecError as error:
+            _fail(call.future, ProtocolError(f"{name}: its result is malformed: {error}"))
+            return
+        if call.future.set_running_or_notify_cancel():
+            call.future.set_result(result)
+
+    def forget(self, futures: "Sequence[Future[object]]") -> None:
+        """Nobody waits for these any more."""
+        for call_id, call in list(self._calls.items()):
+            if call.future in futures:
+                del self._calls[call_id]
+
+    def fail(self, error: TrimaranError, rank: int | None = None) -> None:
+        """All calls to ``rank`` (None: to every engine) raise ``error``."""
+        for call_id, call in list(self._calls.items()):
+            if rank is None or call.rank == rank:
+                del self._calls[call_id]
+                _fail(call.future, error)
+
+
+def no_answer(operation: ControlOperation, timeout_s: float) -> DeadlineExceededError:
+    return DeadlineExceededError(f"{type(operation).__name__}: no answer in {timeout_s:g} s")
+
+
+def _fail(future: "Future[object]", error: TrimaranError) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)

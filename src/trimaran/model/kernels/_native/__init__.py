@@ -1,0 +1,1 @@
+"""Where setup.py puts the compiled kernels: one library per instruction set, and no Python."""

@@ -1,0 +1,30 @@
+"""``serve`` as a program: python -m tests.process.serve_program CONFIG_JSON API_ENTRY ENGINE_ENTRY.
+
+The model is found at once, or (a model named "slow", "missing") as a test needs it.
+"""
+
+import sys
+import threading
+
+import msgspec
+
+from trimaran.config import Config, ModelConfig
+from trimaran.errors import CheckpointError
+from trimaran.launch.supervisor import serve
+
+
+def find_model(model: ModelConfig, on_progress: object) -> str:
+    if model.model == "missing":
+        raise CheckpointError("no such file or folder", file="missing", hint="give a folder")
+    if model.model == "slow":
+        on_progress(1, 4, "model.safetensors")
+        threading.Event().wait()
+    return f"/models/{model.model}"
+
+
+if __name__ == "__main__":
+    config = msgspec.json.decode(sys.argv[1], type=Config)
+    api_entry, engine_entry = sys.argv[2:]
+    code = serve(config, api_entry=api_entry, engine_entry=engine_entry, find_model=find_model)
+    print("torch" in sys.modules, flush=True)
+    sys.exit(code)
