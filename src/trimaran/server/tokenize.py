@@ -31,7 +31,7 @@ class ServingTokenization:
             text = body.prompt or ""
             adds_special, allows_special = True, bool(body.allow_special_tokens)
         else:
-            text = await render(llm, body)
+            text = await render(self._state, llm, body)
             adds_special, allows_special = False, True
         if body.add_special_tokens is not None:
             adds_special = body.add_special_tokens

@@ -27,7 +27,7 @@ BOS, EOS = 256, 257
 
 
 class FakeTokenizer:
-    bos_token_id = BOS
+    bos_token_id, eos_token_id = BOS, EOS
     special_ids = frozenset({BOS, EOS})
 
     def __init__(self, *, adds_bos: bool = True) -> None:
@@ -44,6 +44,9 @@ class FakeTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return {BOS: b"<bos>", EOS: b"<eos>"}.get(token_id) or bytes([token_id])
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         shown = [i for i in ids if not (skip_special_tokens and i in self.special_ids)]
