@@ -113,7 +113,9 @@ class Tokenizer:
         text = text.encode("utf-8", "replace").decode("utf-8")
         with self._lock:
             self._library.encode_special_tokens = not allow_special
-            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+            # Unlike encode(), which keeps the interpreter lock for as long as it takes.
+            (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         if not allow_special:
             ids = self._without_specials(ids)
         if not add_special_tokens:

@@ -1,5 +1,6 @@
 """What text may spell, start tokens, bytes of tokens, damaged files, threads."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -159,12 +160,26 @@ def test_metaspace_decoder():
 
 
 def test_threads_with_and_without_special_tokens(byte_level):
-    text = "some text <|im_end|> and more " * 20
+    text = "some text <|im_end|> and more " * 500
     expected = [byte_level.encode(text, allow_special=special) for special in (False, True)]
     assert expected[0] != expected[1]
+    flags = [index % 2 for index in range(200)]
     with ThreadPoolExecutor(8) as pool:
-        flags = [index % 2 for index in range(400)]
         results = pool.map(
             lambda flag: byte_level.encode(text, allow_special=bool(flag)), flags, timeout=60
         )
         assert list(results) == [expected[flag] for flag in flags]
+
+
+def test_encoding_lets_other_threads_run(byte_level):
+    """A long prompt must not hold up the event loop: it runs on while a thread encodes."""
+    text = "some text and more " * 40_000
+    with ThreadPoolExecutor(1) as pool:
+        started = time.monotonic()
+        encoding = pool.submit(byte_level.encode, text)
+        longest, last = 0.0, started
+        while not encoding.done():
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+        assert len(encoding.result()) > 40_000
+        assert longest < 0.6 * (time.monotonic() - started)
