@@ -4,7 +4,6 @@ Owns: the checks and their messages, each naming file, key, value and the accept
 key and null are the same. Knows nothing of models.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,10 +33,10 @@ class Fields:
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
         value = self._value(key, default)
+        # NaN is in no range, infinities are in none of these.
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
-            or not math.isfinite(value)
             or not low <= value <= high
         ):
             raise self.error(key, f"is {show(value)}, not a number from {low:g} to {high:g}")

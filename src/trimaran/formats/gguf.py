@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from trimaran.errors import CheckpointError
+from trimaran.formats.fields import show
 from trimaran.formats.gguf_dequantize import TENSOR_TYPES, UNSUPPORTED_TYPES, TensorType
 from trimaran.formats.mapped_file import MappedFile
 
@@ -147,7 +148,7 @@ def _read_part(path: Path) -> GgufFile:
     digest = hashlib.sha256()
     for _ in range(num_keys):
         start = cursor.position
-        key = cursor.string(MAX_NAME_BYTES, "a metadata key")
+        key = cursor.name("a metadata key")
         if key in metadata:
             raise cursor.error(f"metadata key {key!r} appears twice")
         metadata[key] = cursor.value(key)
@@ -280,6 +281,12 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise self.error(f"{what} is not UTF-8: {error.reason}") from None
 
+    def name(self, what: str) -> str:
+        name = self.string(MAX_NAME_BYTES, what)
+        if not name.isprintable():
+            raise self.error(f"{what} is not printable: {show(name)}")
+        return name
+
     def value(self, key: str) -> Any:
         kind = self.u32(key)
         if kind == _STRING:
@@ -325,7 +332,7 @@ class _Cursor:
         return values
 
     def tensor(self) -> _Entry:
-        name = self.string(MAX_NAME_BYTES, "a tensor name")
+        name = self.name("a tensor name")
         num_dimensions = self.u32(name)
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
             raise CheckpointError(

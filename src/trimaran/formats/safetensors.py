@@ -25,6 +25,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_INDEX_BYTES = 1 << 26
 MAX_TENSORS = 1 << 20
 MAX_DIMENSIONS = 8
+MAX_NAME_CHARS = 1 << 10
 
 # As named in the files: (read_dtype, numpy type).
 _WEIGHT_TYPES: dict[str, tuple[str, np.dtype[Any]]] = {
@@ -166,6 +167,8 @@ def _read_header(file: MappedFile) -> list[SafetensorsSource]:
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
+        if len(name) > MAX_NAME_CHARS or not name.isprintable():
+            raise CheckpointError(f"has a tensor named {show(name)}", file=path)
         source, begin, end = _entry(file, name, entry, start)
         ranges.append((begin, end, name))
         if source:
@@ -187,7 +190,11 @@ def _entry(
 
     entry = entry if isinstance(entry, dict) else {}
     kind, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not _natural_numbers(shape, MAX_DIMENSIONS) or not _natural_numbers(offsets, 2, 2):
+    if (
+        not isinstance(kind, str)
+        or not _natural_numbers(shape, MAX_DIMENSIONS)
+        or not _natural_numbers(offsets, 2, 2)
+    ):
         raise error("its header entry is damaged", "download the file again")
     if kind in _WEIGHT_TYPES:
         read_dtype, dtype = _WEIGHT_TYPES[kind]
