@@ -17,7 +17,7 @@ import torch
 
 from trimaran.errors import CheckpointError
 from trimaran.formats.checkpoint import Checkpoint, TensorSource
-from trimaran.model.layers.linear import Linear
+from trimaran.model.layers.linear import Linear, packing_works
 
 _PIECE_ELEMENTS = 1 << 19
 # Parts of the decoder; what lies outside (a vision tower) is not ours to miss.
@@ -66,11 +66,14 @@ class Weights:
         """One product for all ``parts``: module name -> output features, in output order."""
         weight = self._read({f"{name}.weight": (n, in_features) for name, n in parts.items()})
         biases = self._read({f"{name}.bias": (n,) for name, n in parts.items()}) if bias else None
-        return self._pack(weight, biases)
+        self.held_bytes += weight.nbytes + (0 if biases is None else biases.nbytes)
+        return Linear(weight, biases, row_block=self._row_block)
 
     def tied_linear(self, table: torch.Tensor) -> Linear:
-        """The head that shares its weights with an embedding."""
-        return self._pack(table, None)
+        """The head that shares its weights with an embedding, but not their layout if packed."""
+        if packing_works(table.dtype):
+            self.held_bytes += table.nbytes
+        return Linear(table, None, row_block=self._row_block)
 
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """[rows, columns] in the model's type."""
@@ -112,11 +115,6 @@ class Weights:
             )
         if self._unused:
             logger.debug("unused tensors in %s: %s", self._file, ", ".join(self._unused))
-
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        linear = Linear(weight, bias, row_block=self._row_block)
-        self.held_bytes += linear.weight_bytes
-        return linear
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         self.held_bytes += tensor.nbytes
