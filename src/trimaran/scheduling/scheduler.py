@@ -176,7 +176,7 @@ class Scheduler:
         step_ids, step_computed = plan.request_ids, plan.num_computed_tokens
         step_blocks = plan.new_block_ids
         running = self._running.items
-        # Preemption takes from the end of the list, which a running iteration allows for.
+        # Preemption pops from the end of this list; iteration then just ends sooner.
         for request in running:
             position = request.num_computed_tokens
             missing = len(request.token_ids) - position
@@ -276,7 +276,7 @@ class Scheduler:
                 self._preempt(victim)
                 blocks = self._kv.try_allocate(request, chunk)
             if blocks is None:
-                break  # the blocks are with decodes of this plan, which will end
+                break  # the blocks are with other rows of this plan, which get on
             self._add_row(plan, request, chunk, blocks or None)
             budget -= chunk
 
