@@ -89,7 +89,7 @@ class FakeLLM:
         self.aborted = threading.Semaphore(0)  # released by each request closed before its end
         self.num_running = 0
         self.rendered: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
-        self.controls: list[object] = []
+        self.resets = [True, True]  # what its two engines say of a reset
 
     async def encode(self, text: str, **options: Any) -> list[int]:
         return self.tokenizer.encode(text, **options)
@@ -175,9 +175,8 @@ class FakeLLM:
             self.dead_error = EngineDeadError("engine 0 died", cause="/secret/path: boom")
             raise self.dead_error
 
-    async def control(self, operation: object, *, timeout_s: float = 30) -> object:
-        self.controls.append(operation)
-        return isinstance(operation, ResetPrefixCache)
+    async def control(self, operation: object, *, timeout_s: float = 30) -> list[bool]:
+        return self.resets if isinstance(operation, ResetPrefixCache) else []
 
     async def shutdown(self) -> None:
         self.is_ready = False
