@@ -6,7 +6,7 @@ Owns: nothing but convenience over ``LLMEngine``.
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -76,7 +76,8 @@ class LLM:
             raise InvalidRequestError(
                 "this model has no chat template", hint="give one: LLM(…, chat_template=…)"
             )
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        is_one = bool(messages) and isinstance(messages[0], dict)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if is_one else messages)
         prompts: list[Prompt] = [
             self._engine.tokenizer.encode(
                 template.render(list(conversation), **template_options),

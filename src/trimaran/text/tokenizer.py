@@ -187,14 +187,14 @@ def load_tokenizer(files: TokenizerFiles, *, cache_dir: Path | None = None) -> T
     )
 
 
-def _from_json(source: str, config: Mapping[str, Any]) -> Tokenizer:
+def _from_json(path: str, config: Mapping[str, Any]) -> Tokenizer:
     import tokenizers
 
     try:
-        library = tokenizers.Tokenizer.from_str(source)
+        library = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(
-            f"tokenizer.json cannot be read: {error}", hint="download the file again"
+            f"tokenizer.json cannot be read: {error}", file=path, hint="download the file again"
         ) from error
     library.no_truncation()
     library.no_padding()
