@@ -1,10 +1,10 @@
 """A tiny byte-level model's files: real tokenizer, no weights needed."""
 
 import pytest
-from trimaran.formats.model_source import open_model
-from trimaran.text.tokenizer import load_tokenizer
 
 from trimaran.bench.tiny_model import write_tiny_model
+from trimaran.formats.model_source import open_model
+from trimaran.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="session")

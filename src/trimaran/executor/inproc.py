@@ -1,0 +1,32 @@
+"""The executor of one worker in this process: nothing between a plan and its computation."""
+
+from trimaran.config import EngineConfig
+from trimaran.executor.base import ProgressCallback
+from trimaran.messages import KVCacheConfig, ModelFacts, ModelRunnerOutput, SchedulerOutput
+from trimaran.worker.worker import Worker
+
+
+class InprocExecutor:
+    """See ``executor.base.Executor``. ``worker`` is None after ``shutdown``."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.worker: Worker | None = Worker(config)
+
+    def load(self, on_progress: ProgressCallback) -> ModelFacts:
+        return self._open_worker().load(on_progress)
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        self._open_worker().initialize_kv_cache(config)
+
+    def warm_up(self, on_progress: ProgressCallback) -> None:
+        self._open_worker().warm_up(on_progress)
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        return self._open_worker().execute(plan)
+
+    def shutdown(self) -> None:
+        self.worker = None  # weights and KV cache go with it
+
+    def _open_worker(self) -> Worker:
+        assert self.worker is not None, "the executor is shut down"
+        return self.worker

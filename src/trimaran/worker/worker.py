@@ -1,0 +1,150 @@
+"""One worker: a model on this machine's cores, from its files to its tokens.
+
+Owns: the order of start-up, what the files and the machine settle (types, threads, memory), and the
+parts that compute. Knows nothing of scheduling. Called by ``executor/inproc``.
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from trimaran.config import EngineConfig
+from trimaran.errors import ConfigError
+from trimaran.formats.hub import locate_model
+from trimaran.formats.model_source import open_model
+from trimaran.messages import (
+    KVCacheConfig,
+    KVCacheLayout,
+    ModelFacts,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+from trimaran.model.kernels.base import Kernels
+from trimaran.model.kernels.select import select_kernels
+from trimaran.model.loader import load_model
+from trimaran.scheduling.kv_layout import make_kv_cache_layout
+from trimaran.worker.device import allowed_threads, free_memory_bytes
+from trimaran.worker.kv_tensors import allocate_kv_caches
+from trimaran.worker.model_runner import ModelRunner
+from trimaran.worker.vocabulary import num_known_tokens
+from trimaran.worker.warm_up import warm_up_plans
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+BATCH_INVARIANT_ROWS = 16
+# A float16 file is computed in bfloat16: as small, and what CPUs multiply fast. Its three lost bits
+# are kept by --dtype float32, at twice the memory.
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.bfloat16,
+    "float32": torch.float32,
+}
+
+
+class Worker:
+    """Calls come in the order of ``executor.base.Executor``, which says what they raise."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._device = torch.device("cpu")
+
+    def load(self, on_progress: Callable[[str, float, str], None]) -> ModelFacts:
+        """Read the weights and take stock; on_progress as ``executor.base.ProgressCallback``."""
+        config = self._config
+        threads = allowed_threads(config.executor.threads)
+        torch.set_num_threads(threads.count)
+        source = open_model(
+            locate_model(
+                config.model.model,
+                revision=config.model.revision,
+                download_dir=config.model.download_dir,
+                offline=config.model.offline,
+            )
+        )
+        shape = source.architecture
+        asked = config.model.dtype
+        self._dtype = _DTYPES[shape.file_dtype if asked == "auto" else asked]
+        kernels = self._select_kernels()
+
+        def on_bytes(done: int, total: int) -> None:
+            detail = f"{done // _MIB} of {total // _MIB} MiB"
+            on_progress("loading", done / max(1, total), detail)
+
+        with torch.inference_mode():
+            self._model = load_model(
+                source,
+                dtype=self._dtype,
+                kernels=kernels,
+                row_block=BATCH_INVARIANT_ROWS if config.model.batch_invariant else 0,
+                on_progress=on_bytes,
+            )
+        self._num_known_tokens = num_known_tokens(source.tokenizer, shape.vocab_size)
+        facts = ModelFacts(
+            layout=self._kv_layout(),
+            vocab_size=shape.vocab_size,
+            max_model_len=shape.max_position_embeddings,
+            dtype=str(self._dtype).removeprefix("torch."),
+            weight_bytes=self._model.weight_bytes,
+            available_kv_bytes=free_memory_bytes(),
+            num_threads=threads.count,
+            kernels=kernels.name,
+        )
+        logger.info(
+            "%s: %d MiB of %s weights, %s kernels, %d threads (%s), %d MiB of memory free",
+            config.model.model,
+            facts.weight_bytes // _MIB,
+            facts.dtype,
+            facts.kernels,
+            threads.count,
+            threads.reason,
+            facts.available_kv_bytes // _MIB,
+        )
+        return facts
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        shape = self._model.architecture
+        self._kv_config = config
+        self.kv_caches = allocate_kv_caches(config, shape.num_kv_heads, shape.head_dim, self._dtype)
+        self._runner = ModelRunner(
+            self._model,
+            self.kv_caches,
+            config.layout,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            num_known_tokens=self._num_known_tokens,
+        )
+
+    def warm_up(self, on_progress: Callable[[str, float, str], None]) -> None:
+        plans = warm_up_plans(
+            self._kv_config,
+            self._config.scheduler,
+            max_model_len=self._model.architecture.max_position_embeddings,
+        )
+        for done, plan in enumerate(plans, 1):
+            self._runner.execute(plan)
+            on_progress("warming up", done / len(plans), "")
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        return self._runner.execute(plan)
+
+    def _select_kernels(self) -> Kernels:
+        kernels = select_kernels(self._config.executor.kernels, self._device)
+        if self._config.model.batch_invariant and kernels.name == "torch":
+            raise ConfigError(
+                "--batch-invariant needs the compiled kernels: plain torch sums in another order"
+                " for other lengths",
+                hint="leave out --kernels torch, or install with a C++ compiler",
+            )
+        return kernels
+
+    def _kv_layout(self) -> KVCacheLayout:
+        shape = self._model.architecture
+        return make_kv_cache_layout(
+            [
+                (kind, shape.sliding_window if kind == "sliding" else 0)
+                for kind in shape.layer_types
+            ],
+            block_size=self._config.cache.block_size,
+            bytes_per_layer_token=2 * shape.num_kv_heads * shape.head_dim * self._dtype.itemsize,
+        )
