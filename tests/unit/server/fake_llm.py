@@ -21,6 +21,7 @@ from trimaran.errors import EngineDeadError, InvalidRequestError
 from trimaran.formats.architecture import GenerationDefaults
 from trimaran.messages import ResetPrefixCache
 from trimaran.sampling_params import RequestOutputKind, SamplingParams
+from trimaran.text.chat_template import ChatTemplate
 
 SCRIPT = 'Hi 😊 wörld, "quoted" \\ 中文\n'
 BOS, EOS = 256, 257
@@ -94,7 +95,23 @@ class FakeLLM:
     async def encode(self, text: str, **options: Any) -> list[int]:
         return self.tokenizer.encode(text, **options)
 
-    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
+    async def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        template: ChatTemplate | None,
+        add_special_tokens: bool,
+        **options: Any,
+    ) -> list[int]:
+        if template is not None:
+            text = template.render(messages, **options)
+        else:
+            text = self._render(messages, options)
+        return self.tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, allow_special=True
+        )
+
+    def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         self.rendered.append((messages, options))
         if messages[0]["role"] == "system":
             raise InvalidRequestError("System role not supported", param="messages")

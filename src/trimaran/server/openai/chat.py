@@ -32,14 +32,17 @@ from trimaran.server.state import ServerState
 from trimaran.text.chat_template import ChatTemplate
 
 
-async def render(state: ServerState, llm: AsyncLLM, body: ConversationBody) -> str:
+async def encode(
+    state: ServerState, llm: AsyncLLM, body: ConversationBody, *, add_special_tokens: bool
+) -> list[int]:
     """The conversation as the model's template writes it, or the request's own where trusted.
 
     Raises InvalidRequestError: there is no template, or it refuses these messages.
     """
     messages: list[dict[str, Any]] = [{**message} for message in body.messages or ()]
     options = body.render_options()
-    if (source := body.chat_template) is not None:
+    template = None
+    if body.chat_template is not None:
         if not state.config.server.trust_request_chat_template:
             raise InvalidRequestError(
                 "chat_template is not accepted in requests",
@@ -51,16 +54,18 @@ async def render(state: ServerState, llm: AsyncLLM, body: ConversationBody) -> s
             None if token_id is None else tokenizer.token_text(token_id)
             for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id)
         )
-        return await asyncio.to_thread(
-            lambda: ChatTemplate(source, bos_token=bos, eos_token=eos).render(messages, **options)
+        template = await asyncio.to_thread(
+            ChatTemplate, body.chat_template, bos_token=bos, eos_token=eos
         )
-    if llm.chat_template is None:
+    elif llm.chat_template is None:
         raise InvalidRequestError(
             "this model has no chat template",
             param="messages",
             hint="use /v1/completions, or start the server with --chat-template FILE",
         )
-    return await llm.render_chat(messages, **options)
+    return await llm.encode_chat(
+        messages, template=template, add_special_tokens=add_special_tokens, **options
+    )
 
 
 class OpenAIServingChat:
@@ -158,10 +163,9 @@ class _Chat:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
         )
-        text = await render(self._state, llm, body)
         # The template spells the special tokens itself, the start token among them.
-        token_ids = await llm.encode(
-            text, add_special_tokens=bool(body.add_special_tokens), allow_special=True
+        token_ids = await encode(
+            self._state, llm, body, add_special_tokens=bool(body.add_special_tokens)
         )
         prompt = fitter.fit(
             token_ids,

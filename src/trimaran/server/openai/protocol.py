@@ -271,7 +271,7 @@ class ConversationBody(RequestBody):
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
 
     def render_options(self) -> dict[str, Any]:
-        """Keyword arguments for ``render_chat``.
+        """Keyword arguments for ``encode_chat``.
 
         Raises InvalidRequestError: the two ways to end a prompt exclude each other.
         """
