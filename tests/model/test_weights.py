@@ -122,7 +122,7 @@ def test_a_missing_bias_is_named():
 )
 def test_decoder_weights_that_the_configuration_does_not_know_are_refused(name):
     tensors = tiny_tensors() | {name: np.zeros(24, "float32")}
-    with pytest.raises(CheckpointError, match="unexpected tensor") as caught:
+    with pytest.raises(CheckpointError, match="names no such part") as caught:
         build(tensors)
     assert caught.value.tensor == name
 
@@ -140,7 +140,13 @@ def test_what_is_no_part_of_the_decoder_is_listed_at_debug(caplog):
 def test_a_tied_head_that_the_file_holds_as_well_is_shared():
     tensors = tiny_tensors()
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
-    model = build(tensors, replace(TINY, tie_word_embeddings=True))
+    seen: list[tuple[int, int]] = []
+    model = build(
+        tensors,
+        replace(TINY, tie_word_embeddings=True),
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen[-1][0] == seen[-1][1]
     hidden = torch.randn(2, 16)
     table = torch.from_numpy(tensors["model.embed_tokens.weight"].copy())
     assert torch.allclose(model.logits(hidden), hidden @ table.T, atol=1e-6)
@@ -153,6 +159,13 @@ def test_a_head_that_differs_is_used_although_it_is_said_to_be_tied(caplog):
     head = torch.from_numpy(tensors["lm_head.weight"].copy())
     assert torch.allclose(model.logits(hidden), hidden @ head.T, atol=1e-6)
     assert "differ: both are used" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (40, 0), (40, 15)])
+def test_a_tied_head_of_a_wrong_shape_is_named(shape):
+    tensors = tiny_tensors() | {"lm_head.weight": np.zeros(shape, "float32")}
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: shape"):
+        build(tensors, replace(TINY, tie_word_embeddings=True))
 
 
 def test_the_embedding_scale_is_rounded_to_the_models_type():

@@ -231,6 +231,13 @@ def program(tmp_path, entry_point, *, wait, end):
     return process, engine
 
 
+def _remove_what_the_killed_left():
+    """The next one that looks removes it, once it is old."""
+    for folder in Path(os.environ["TMPDIR"]).iterdir():
+        os.utime(folder, (0, 0))
+    SyncMPClient(config(shutdown_grace_s=0.2)).shutdown()
+
+
 @pytest.mark.parametrize(
     ("entry_point", "wait"),
     [(_RUNS, True), (entry(children.load_hangs), False), (entry(children.load_is_busy), False)],
@@ -243,10 +250,27 @@ def test_a_killed_parent_takes_its_engine_along(tmp_path, entry_point, wait):
     process.communicate()
     wait_until(lambda: is_gone(engine), 2.0, "the end of the engine")
     assert time.monotonic() - began < 2.0
-    # What the killed parent could not remove is removed by the next one that looks, once it is old.
-    for folder in Path(os.environ["TMPDIR"]).iterdir():
-        os.utime(folder, (0, 0))
-    SyncMPClient(config(shutdown_grace_s=0.2)).shutdown()
+    _remove_what_the_killed_left()
+
+
+def test_a_fork_of_the_parent_keeps_no_engine_alive_and_ends_none(tmp_path):
+    end = """
+if os.fork() == 0:
+    sys.exit()  # runs what a program runs at its end
+os.wait()
+sleeper = os.fork()
+if sleeper:
+    print(sleeper, flush=True)
+signal.pause()
+"""
+    process, engine = program(tmp_path, _RUNS, wait=True, end=end)
+    sleeper = int(process.stdout.readline())
+    assert not is_gone(engine)
+    process.kill()
+    wait_until(lambda: is_gone(engine), 2.0, "the end of the engine")
+    os.kill(sleeper, signal.SIGKILL)
+    process.communicate()
+    _remove_what_the_killed_left()
 
 
 def test_the_end_of_the_program_is_the_end_of_its_engine(tmp_path):

@@ -78,14 +78,24 @@ class ServerProcess:
                 sizes[f"pid {pid}"] = pss
         return sizes
 
-    def _stop(self) -> None:
+    @property
+    def pid(self) -> int:
+        """Of the root process."""
+        return self._process.pid
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """Send a signal and wait for the end; the exit code (negative: killed by us)."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.send_signal(number)
             try:
                 self._process.wait(STOP_DEADLINE_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        return self._process.returncode
+
+    def _stop(self) -> None:
+        self.stop()
         self._log.close()
         Path(self._log.name).unlink()
 

@@ -7,7 +7,7 @@ the parent of its engines).
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
@@ -18,11 +18,12 @@ from trimaran.client.model_files import open_model_files, with_model_path
 from trimaran.client.output_processor import Metrics, OutputProcessor, RequestStream
 from trimaran.client.outputs import RequestOutput
 from trimaran.config import EngineConfig
-from trimaran.errors import EngineDeadError, TrimaranError, UnavailableError
+from trimaran.errors import EngineDeadError, InvalidRequestError, UnavailableError
 from trimaran.formats.checkpoint import ModelSource
 from trimaran.ids import external_id
 from trimaran.messages import ControlOperation
 from trimaran.sampling_params import SamplingParams
+from trimaran.text.chat_encoding import encode_chat
 from trimaran.text.chat_template import ChatTemplate
 from trimaran.text.tokenizer import Tokenizer
 
@@ -111,12 +112,22 @@ class AsyncLLM:
 
         return encode() if len(text) <= INLINE_CHARS else await self._in_pool(encode)
 
-    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """The chat template applied, off the event loop (a template is somebody's program)."""
-        if self.chat_template is None:
-            raise TrimaranError("this model has no chat template")
-        template = self.chat_template
-        return await self._in_pool(lambda: template.render(messages, **options))
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: ChatTemplate | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Token ids of a conversation; ``template`` instead of the model's own.
+
+        Off the event loop: a template is somebody's program. Options as in ``text.encode_chat``.
+        Raises InvalidRequestError: there is no template, or it refused the messages.
+        """
+        chosen = template or self.chat_template
+        if chosen is None:
+            raise InvalidRequestError("this model has no chat template", param="messages")
+        return await self._in_pool(lambda: encode_chat(self.tokenizer, chosen, messages, **options))
 
     async def _in_pool(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

@@ -6,6 +6,7 @@ clients, and by ``weakref.finalize``.
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ class BackgroundResources:
     def __init__(self) -> None:
         self._stack: list[tuple[str, Callable[[], object]]] = []
         self._lock = threading.Lock()
+        self._pid = os.getpid()
 
     def push(self, name: str, close: Callable[[], object]) -> None:
         """Register how to end a resource; it must not refer to the client."""
@@ -23,6 +25,8 @@ class BackgroundResources:
 
     def __call__(self) -> None:
         """End all of them; what fails to end is logged and does not stop the rest."""
+        if os.getpid() != self._pid:
+            return  # a fork of the owner, which has copies of all this and owns none of it
         with self._lock:
             stack, self._stack = self._stack, []
         for name, close in reversed(stack):

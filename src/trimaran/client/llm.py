@@ -6,7 +6,7 @@ Owns: nothing but convenience over ``LLMEngine``.
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -16,6 +16,7 @@ from trimaran.config import resolve
 from trimaran.errors import InvalidRequestError
 from trimaran.ids import external_id
 from trimaran.sampling_params import RequestOutputKind, SamplingParams
+from trimaran.text.chat_encoding import encode_chat
 
 Prompt = str | list[int]
 Message = dict[str, Any]
@@ -76,13 +77,10 @@ class LLM:
             raise InvalidRequestError(
                 "this model has no chat template", hint="give one: LLM(…, chat_template=…)"
             )
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        is_one = bool(messages) and isinstance(messages[0], dict)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if is_one else messages)
         prompts: list[Prompt] = [
-            self._engine.tokenizer.encode(
-                template.render(list(conversation), **template_options),
-                add_special_tokens=False,
-                allow_special=True,
-            )
+            encode_chat(self._engine.tokenizer, template, conversation, **template_options)
             for conversation in conversations
         ]
         return self._run(prompts, sampling_params, use_progress, is_chat=True)

@@ -50,8 +50,9 @@ class _Choice:
     """One sequence of a request: its tokens, and the text they have become."""
 
     __slots__ = (
-        "detokenizer", "finish_reason", "index", "logprobs", "parts", "request", "stop",
-        "stop_reason", "stream", "taken_logprobs", "taken_parts", "taken_tokens", "token_ids",
+        "detokenizer", "finish_reason", "index", "last_token_at", "logprobs", "parts", "request",
+        "stop", "stop_reason", "stream", "taken_logprobs", "taken_parts", "taken_tokens",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +62,7 @@ class _Choice:
         self.stream = stream
         self.request = request
         self.index = request.choice_index
+        self.last_token_at = 0.0  # wall seconds; 0: none yet
         self.token_ids: list[int] = list(request.prior_output_ids)
         self.parts: list[str] = []
         self.logprobs: list[PositionLogprobs] = []
@@ -307,7 +309,7 @@ class OutputProcessor:
         self, choice: _Choice, output: EngineCoreOutput, now: float, to_abort: list[str]
     ) -> None:
         stream = choice.stream
-        self._mark_times(stream, output, now)
+        self._mark_times(choice, output, now)
         if output.prompt_logprobs is not None:
             stream.set_prompt_logprobs(output.prompt_logprobs, self._tokenizer)
         if choice.receive(output, self._tokenizer):
@@ -319,20 +321,22 @@ class OutputProcessor:
                 self._report_finished(stream, choice.finish_reason)
         stream.notify()
 
-    def _mark_times(self, stream: RequestStream, output: EngineCoreOutput, now: float) -> None:
-        timing = stream.timing
+    def _mark_times(self, choice: _Choice, output: EngineCoreOutput, now: float) -> None:
+        timing = choice.stream.timing
         if output.scheduled_at and not timing.scheduled:
             timing.queued, timing.scheduled = output.queued_at, output.scheduled_at
-            stream.num_cached_tokens = output.num_cached_tokens
-        if not output.new_token_ids:
+            choice.stream.num_cached_tokens = output.num_cached_tokens
+        count = len(output.new_token_ids)
+        if not count:
             return
         if not timing.first_token:
-            timing.first_token = now
+            timing.first_token = choice.last_token_at = now
+            count -= 1
             if self._metrics is not None:
                 self._metrics.on_first_token(now - timing.arrival)
-        elif self._metrics is not None:
-            self._metrics.on_tokens(len(output.new_token_ids), now - timing.last_token)
-        timing.last_token = now
+        if count and self._metrics is not None:
+            self._metrics.on_tokens(count, now - (choice.last_token_at or timing.first_token))
+        choice.last_token_at = timing.last_token = now
 
     def _report_finished(self, stream: RequestStream, reason: str) -> None:
         assert self._metrics is not None

@@ -33,6 +33,7 @@ from trimaran.messages import (
     EngineCoreReadyResponse,
     EngineCoreRequest,
     EngineDeath,
+    SchedulerStats,
     UtilityCall,
     UtilityOutput,
 )
@@ -63,12 +64,15 @@ class EngineCoreProc:
         self._items: queue.SimpleQueue[WorkItem] = queue.SimpleQueue()
         self._launcher = LauncherLink(self._context, spec, os.getpid(), clock)
         self._core: EngineCore
+        self._idle_stats = SchedulerStats()  # as last reported
+        self._num_clients = 0
         self._sender: OutputSender
         self._receiver: RequestReceiver
 
     def run(self) -> None:
         timeout_s = self._spec.config.launch.engine_ready_timeout_s
         addresses = self._launcher.introduce(timeout_s)
+        self._num_clients = len(addresses.outputs)
         response = self._build_core()
         self._sender = OutputSender(self._context, addresses.outputs, self._thread_failed)
         self._receiver = RequestReceiver(
@@ -127,13 +131,24 @@ class EngineCoreProc:
         Returns False when told to end.
         """
         while True:
+            if idle := not self._core.has_work():
+                self._report_idle()
             try:
-                item = self._items.get(block=not self._core.has_work())
+                item = self._items.get(block=idle)
             except queue.Empty:
                 return True
             if item.work is Work.STOP:
                 return False
             self._apply(item.work, item.payload)
+
+    def _report_idle(self) -> None:
+        """Statistics otherwise come with outputs; aborts may leave nothing to put out."""
+        stats = self._core.stats()
+        if stats == self._idle_stats:
+            return
+        self._idle_stats = stats
+        for client_index in range(self._num_clients):
+            self._send(client_index, self._outputs(stats=stats))
 
     def _apply(self, work: Work, payload: Any) -> None:
         match work:

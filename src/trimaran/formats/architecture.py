@@ -79,7 +79,7 @@ class TokenizerFiles:
     """
 
     fingerprint: str
-    tokenizer_json: str | None = None
+    tokenizer_json: str | None = None  # path
     gguf: dict[str, Any] | None = None
     config: dict[str, Any] = field(default_factory=dict)
     # Jinja source; None: a base model. Named templates ({"default": …, "tool_use": …}) as given.

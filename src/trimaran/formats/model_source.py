@@ -8,7 +8,6 @@ from pathlib import Path
 
 from trimaran.errors import CheckpointError
 from trimaran.formats import config_json, gguf_model
-from trimaran.formats.architecture import ModelArchitecture
 from trimaran.formats.checkpoint import Checkpoint, ModelSource
 from trimaran.formats.fields import Fields
 from trimaran.formats.folder_tokenizer import read_tokenizer
@@ -42,12 +41,8 @@ def open_model(path: Path) -> ModelSource:
 def open_checkpoint(source: ModelSource) -> Checkpoint:
     """The weights of ``source``, mapped. Raises CheckpointError as ``open_model`` does."""
     if source.path.is_dir():
-        return _open_weights(source.path, source.architecture)
+        return SafetensorsCheckpoint(source.path)
     return GgufCheckpoint(open_gguf(source.path), source.architecture)
-
-
-def _open_weights(folder: Path, architecture: ModelArchitecture) -> SafetensorsCheckpoint:
-    return SafetensorsCheckpoint(folder, tied_head=architecture.tie_word_embeddings)
 
 
 def _open_folder(folder: Path) -> ModelSource:

@@ -72,7 +72,7 @@ class SafetensorsSource:
 class SafetensorsCheckpoint:
     """Weights of a folder. Raises CheckpointError: a shard missing, a header damaged."""
 
-    def __init__(self, folder: Path, *, tied_head: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: list[MappedFile] = []
         self._sources: dict[str, SafetensorsSource] = {}
@@ -85,8 +85,6 @@ class SafetensorsCheckpoint:
                         "appears in two files", file=str(path), tensor=source.name
                     )
                 self._sources[source.name] = source
-        if tied_head:
-            self._sources.pop("lm_head.weight", None)
 
     def names(self) -> list[str]:
         return list(self._sources)

@@ -8,6 +8,7 @@ that beyond what the model holds there is one unpacked matrix and a piece per th
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +17,7 @@ import torch
 
 from trimaran.errors import CheckpointError
 from trimaran.formats.checkpoint import Checkpoint, TensorSource
-from trimaran.model.layers.linear import Linear
+from trimaran.model.layers.linear import Linear, packing_works
 
 _PIECE_ELEMENTS = 1 << 19
 # Parts of the decoder; what lies outside (a vision tower) is not ours to miss.
@@ -65,11 +66,14 @@ class Weights:
         """One product for all ``parts``: module name -> output features, in output order."""
         weight = self._read({f"{name}.weight": (n, in_features) for name, n in parts.items()})
         biases = self._read({f"{name}.bias": (n,) for name, n in parts.items()}) if bias else None
-        return self._pack(weight, biases)
+        self.held_bytes += weight.nbytes + (0 if biases is None else biases.nbytes)
+        return Linear(weight, biases, row_block=self._row_block)
 
     def tied_linear(self, table: torch.Tensor) -> Linear:
-        """The head that shares its weights with an embedding."""
-        return self._pack(table, None)
+        """The head that shares its weights with an embedding, but not their layout if packed."""
+        if packing_works(table.dtype):
+            self.held_bytes += table.nbytes
+        return Linear(table, None, row_block=self._row_block)
 
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """[rows, columns] in the model's type."""
@@ -86,10 +90,12 @@ class Weights:
         if name not in self._unused or other not in self._unused:
             return False
         one, two = self._checkpoint.tensor(name), self._checkpoint.tensor(other)
-        if one.shape == two.shape and all(
+        same = one.shape == two.shape and all(
             self._pool.map(lambda piece: _equal_rows(one, two, *piece), _pieces(one))
-        ):
+        )
+        if same:
             del self._unused[name]
+            self._done_bytes += one.stored_bytes
             return False
         logger.warning(
             "%s: %s and %s are said to be tied but differ: both are used", self._file, name, other
@@ -102,19 +108,13 @@ class Weights:
         strange = [name for name in self._unused if _is_decoder(name)]
         if strange:
             raise CheckpointError(
-                f"unexpected tensor, and {len(strange) - 1} more; the configuration names no such"
-                " part",
+                f"the configuration names no such part (nor {len(strange) - 1} others)",
                 file=self._file,
                 tensor=strange[0],
                 hint="config.json and weights must come from the same model",
             )
         if self._unused:
             logger.debug("unused tensors in %s: %s", self._file, ", ".join(self._unused))
-
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        linear = Linear(weight, bias, row_block=self._row_block)
-        self.held_bytes += linear.weight_bytes
-        return linear
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         self.held_bytes += tensor.nbytes
@@ -170,8 +170,8 @@ def _is_decoder(name: str) -> bool:
 
 def _pieces(source: TensorSource) -> Iterator[tuple[int, int]]:
     """(first row, number of rows) of pieces that are small in fp32."""
-    rows, *rest = source.shape
-    step = max(1, _PIECE_ELEMENTS // (rest[0] if rest else 1))
+    rows = source.shape[0] if source.shape else 0
+    step = max(1, _PIECE_ELEMENTS // max(1, math.prod(source.shape[1:])))
     return ((start, min(step, rows - start)) for start in range(0, rows, step))
 
 

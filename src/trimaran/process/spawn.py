@@ -20,6 +20,8 @@ from trimaran.process.child import Bootstrap
 from trimaran.process.environment import child_environment
 from trimaran.process.failure import ChildFailure, read_failure
 
+# Write ends of all death pipes: a fork of this process must not keep children alive after it.
+_death_fds: set[int] = set()
 # After SIGKILL only an uninterruptible wait in the kernel can delay a process.
 _KILL_DEADLINE_S = 5.0
 
@@ -66,6 +68,7 @@ class Child:
         self._pidfd = pidfd
         self._death_fd = death  # the write end: closing it is the end of the child
         self._failure_fd = failure
+        _death_fds.add(death)
 
     def fileno(self) -> int:
         return self._pidfd
@@ -98,9 +101,18 @@ class Child:
             return
         self.kill()
         self._process.wait(_KILL_DEADLINE_S)
+        _death_fds.discard(self._death_fd)
         for descriptor in (self._pidfd, self._death_fd, self._failure_fd):
             os.close(descriptor)
         self._pidfd = -1
+
+
+def _close_death_fds() -> None:
+    while _death_fds:
+        os.close(_death_fds.pop())
+
+
+os.register_at_fork(after_in_child=_close_death_fds)
 
 
 def spawn(

@@ -49,7 +49,7 @@ class Scheduler:
         self, config: SchedulerConfig, kv: KVCacheManager, *, max_model_len: int, clock: Clock
     ) -> None:
         self._budget = config.max_num_batched_tokens
-        # Every running request must find a token in the budget.
+        # Decodes alone never use up the budget, so prompts under way always get on.
         self._max_num_seqs = min(config.max_num_seqs, self._budget)
         self._long_prefill_tokens = min(
             self._budget, config.long_prefill_token_threshold or max(1, self._budget // 2)
@@ -176,7 +176,7 @@ class Scheduler:
         step_ids, step_computed = plan.request_ids, plan.num_computed_tokens
         step_blocks = plan.new_block_ids
         running = self._running.items
-        # Preemption takes from the end of the list, which a running iteration allows for.
+        # Preemption pops from the end of this list; iteration then just ends sooner.
         for request in running:
             position = request.num_computed_tokens
             missing = len(request.token_ids) - position
@@ -276,7 +276,7 @@ class Scheduler:
                 self._preempt(victim)
                 blocks = self._kv.try_allocate(request, chunk)
             if blocks is None:
-                break  # the blocks are with decodes of this plan, which will end
+                break  # the blocks are with other rows of this plan, which get on
             self._add_row(plan, request, chunk, blocks or None)
             budget -= chunk
 
@@ -358,7 +358,6 @@ class Scheduler:
         token = news.new_token_ids[0]
         if len(request.token_ids) > request.max_total_tokens:
             # No token was wanted (max_tokens 0): the prompt was computed, and that is all.
-            request.token_ids.pop()
             news.new_token_ids = []
             news.logprobs = None
             reason: FinishReason | None = FinishReason.LENGTH

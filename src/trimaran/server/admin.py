@@ -20,4 +20,5 @@ class ServingAdmin:
         """{"reset": false} while running requests hold blocks of the cache."""
         llm = self._state.serving_llm()
         done = await llm.control(ResetPrefixCache(), timeout_s=CONTROL_DEADLINE_S)
-        return Response(msgspec.json.encode({"reset": bool(done)}), media_type="application/json")
+        # One result per engine.
+        return Response(msgspec.json.encode({"reset": all(done)}), media_type="application/json")

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from trimaran.errors import InvalidRequestError
 from trimaran.server.limits import read_json
-from trimaran.server.openai.chat import render
+from trimaran.server.openai.chat import encode
 from trimaran.server.openai.logprobs import token_text
 from trimaran.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from trimaran.server.state import ServerState
@@ -27,17 +27,17 @@ class ServingTokenization:
         body = await read_json(request, TokenizeRequest, self._max_bytes)
         self._state.check_model(body.model)
         body.check()
-        if body.messages is None:
-            text = body.prompt or ""
-            adds_special, allows_special = True, bool(body.allow_special_tokens)
-        else:
-            text = await render(llm, body)
-            adds_special, allows_special = False, True
+        adds_special = body.messages is None
         if body.add_special_tokens is not None:
             adds_special = body.add_special_tokens
-        token_ids = await llm.encode(
-            text, add_special_tokens=adds_special, allow_special=allows_special
-        )
+        if body.messages is None:
+            token_ids = await llm.encode(
+                body.prompt or "",
+                add_special_tokens=adds_special,
+                allow_special=bool(body.allow_special_tokens),
+            )
+        else:
+            token_ids = await encode(self._state, llm, body, add_special_tokens=adds_special)
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": llm.max_model_len,

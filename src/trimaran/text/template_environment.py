@@ -125,24 +125,13 @@ class _Metering(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
         # What the body writes by itself; what it computes is accounted for where that happens.
-        written = nodes.Const(_literal_chars(node))
+        written = nodes.Const(sum(len(text.data) for text in node.find_all(nodes.TemplateData)))
         node.iter = _call("metered_iteration", [cast(nodes.Expr, node.iter), written], node.lineno)
-        return node
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        self.generic_visit(node)
-        written = nodes.Const(_literal_chars(node))
-        entered = _call("metered_macro", [written], node.lineno)
-        node.body.insert(0, nodes.ExprStmt(entered).set_lineno(node.lineno))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return _call("metered_concatenation", node.nodes, node.lineno)
-
-
-def _literal_chars(node: nodes.Node) -> int:
-    return sum(len(data.data) for data in node.find_all(nodes.TemplateData))
 
 
 def _call(function: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
@@ -232,13 +221,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def metered_iteration(context: Context, iterable: Iterable[Any], written: int) -> Iterator[Any]:
         meter = meter_of(context)
         for item in iterable:
-            pass
+            meter.step(written)
             yield item
-
-    @staticmethod
-    @pass_context
-    def metered_macro(context: Context, written: int) -> None:
-        meter_of(context).step(written)
 
     @staticmethod
     @pass_context

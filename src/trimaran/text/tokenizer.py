@@ -113,7 +113,9 @@ class Tokenizer:
         text = text.encode("utf-8", "replace").decode("utf-8")
         with self._lock:
             self._library.encode_special_tokens = not allow_special
-            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+            # Unlike encode(), which keeps the interpreter lock for as long as it takes.
+            (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         if not allow_special:
             ids = self._without_specials(ids)
         if not add_special_tokens:
@@ -185,14 +187,14 @@ def load_tokenizer(files: TokenizerFiles, *, cache_dir: Path | None = None) -> T
     )
 
 
-def _from_json(source: str, config: Mapping[str, Any]) -> Tokenizer:
+def _from_json(path: str, config: Mapping[str, Any]) -> Tokenizer:
     import tokenizers
 
     try:
-        library = tokenizers.Tokenizer.from_str(source)
+        library = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(
-            f"tokenizer.json cannot be read: {error}", hint="download the file again"
+            f"tokenizer.json cannot be read: {error}", file=path, hint="download the file again"
         ) from error
     library.no_truncation()
     library.no_padding()

@@ -63,10 +63,6 @@ def test_tensors_are_those_that_were_saved(folder):
     checkpoint.close()
 
 
-def test_a_tied_head_is_not_listed(folder):
-    assert "lm_head.weight" not in SafetensorsCheckpoint(folder, tied_head=True).names()
-
-
 def write_shards(folder, weight_map=None):
     names = sorted(TENSORS)
     files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}

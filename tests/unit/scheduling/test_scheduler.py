@@ -264,7 +264,9 @@ def test_threshold_is_a_setting():
 def test_more_sequences_than_budget_still_all_get_tokens():
     box = Box(max_num_batched_tokens=3, max_num_seqs=8)
     streams = [box.add(make_request(f"r{n}", 6, 6)) for n in range(8)]
-    box.run()
+    while box.scheduler.has_work():
+        box.step()
+        assert box.scheduler.stats().num_running <= 3, "one that runs may never starve"
     assert all(len(stream.tokens) == 6 for stream in streams)
 
 
@@ -337,6 +339,19 @@ def test_urgent_request_does_not_wait_for_what_lower_ones_will_need():
     assert urgent.steps[-1] <= 8
 
 
+def test_prompts_under_way_give_blocks_to_a_more_urgent_one():
+    """Nothing decodes, both want more than there is: the later one must go, or all stands still."""
+    box = Box(
+        num_blocks=16, max_model_len=60, max_num_batched_tokens=8, scheduling_policy="priority"
+    )
+    low = box.add(make_request("low", 50, 4, priority=1))
+    box.step()
+    urgent = box.add(make_request("urgent", 40, 4, priority=0))
+    box.run()
+    assert urgent.steps[-1] < low.steps[0]
+    assert box.scheduler.stats().num_preemptions == 1
+
+
 def test_nobody_is_preempted_in_vain():
     """The urgent one must wait for its equal anyway: what runs below them goes on."""
     box = Box(num_blocks=13, max_num_seqs=4, scheduling_policy="priority", max_model_len=48)
@@ -367,6 +382,27 @@ def test_who_is_blocked_is_not_looked_up_in_every_step(monkeypatch):
     monkeypatch.setattr(box.kv, "find_cached_prefix", lambda r: lookups.append(r) or find(r))
     box.run()
     assert len(lookups) <= 2, "once when it came, once when room had grown"
+
+
+def test_token_of_who_was_preempted_meanwhile_is_dropped():
+    """Plans 2 and 3 overlap: the late one waits already when its token arrives."""
+    box = Box(num_blocks=7, max_model_len=24)
+    box.add(make_request("early", 8, 8))
+    first = box.scheduler.schedule()
+    first_output = box.executor.execute(first)
+    late = box.add(make_request("late", 16, 4))
+    second = box.scheduler.schedule()
+    second_output = box.executor.execute(second)
+    assert second.request_ids == ["late"]
+    box.scheduler.update(first, first_output)
+    third = box.scheduler.schedule()
+    assert (third.request_ids, third.left_request_ids) == (["early"], ["late"])
+    third_output = box.executor.execute(third)
+    assert box.scheduler.update(second, second_output) == {}
+    box.scheduler.update(third, third_output)
+    box.streams["early"].tokens = expected_tokens(box.requests["early"].prompt_token_ids, 2)
+    box.run()
+    assert late.tokens == expected_tokens(box.requests["late"].prompt_token_ids, 4)
 
 
 # -------------------------------------------------------------------------------------------- abort

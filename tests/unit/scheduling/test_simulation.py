@@ -121,6 +121,8 @@ def test_two_plans_in_flight():
             plan, output = flying.pop(0)
             for news in box.scheduler.update(plan, output).get(0, []):
                 box.streams[news.request_id].take(news, plan.step, 0)
+                gone = {name for later, _ in flying for name in later.left_request_ids}
+                assert news.request_id not in gone, "it left while this plan was computed"
         assert box.executor.last_step < 2000, "no end in sight"
     for request_id, stream in box.streams.items():
         check_stream(box.requests[request_id], stream)

@@ -21,13 +21,14 @@ from trimaran.errors import EngineDeadError, InvalidRequestError
 from trimaran.formats.architecture import GenerationDefaults
 from trimaran.messages import ResetPrefixCache
 from trimaran.sampling_params import RequestOutputKind, SamplingParams
+from trimaran.text.chat_template import ChatTemplate
 
 SCRIPT = 'Hi 😊 wörld, "quoted" \\ 中文\n'
 BOS, EOS = 256, 257
 
 
 class FakeTokenizer:
-    bos_token_id = BOS
+    bos_token_id, eos_token_id = BOS, EOS
     special_ids = frozenset({BOS, EOS})
 
     def __init__(self, *, adds_bos: bool = True) -> None:
@@ -44,6 +45,9 @@ class FakeTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return {BOS: b"<bos>", EOS: b"<eos>"}.get(token_id) or bytes([token_id])
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         shown = [i for i in ids if not (skip_special_tokens and i in self.special_ids)]
@@ -86,12 +90,28 @@ class FakeLLM:
         self.aborted = threading.Semaphore(0)  # released by each request closed before its end
         self.num_running = 0
         self.rendered: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
-        self.controls: list[object] = []
+        self.resets = [True, True]  # what its two engines say of a reset
 
     async def encode(self, text: str, **options: Any) -> list[int]:
         return self.tokenizer.encode(text, **options)
 
-    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
+    async def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        template: ChatTemplate | None,
+        add_special_tokens: bool,
+        **options: Any,
+    ) -> list[int]:
+        if template is not None:
+            text = template.render(messages, **options)
+        else:
+            text = self._render(messages, options)
+        return self.tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, allow_special=True
+        )
+
+    def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         self.rendered.append((messages, options))
         if messages[0]["role"] == "system":
             raise InvalidRequestError("System role not supported", param="messages")
@@ -172,9 +192,8 @@ class FakeLLM:
             self.dead_error = EngineDeadError("engine 0 died", cause="/secret/path: boom")
             raise self.dead_error
 
-    async def control(self, operation: object, *, timeout_s: float = 30) -> object:
-        self.controls.append(operation)
-        return isinstance(operation, ResetPrefixCache)
+    async def control(self, operation: object, *, timeout_s: float = 30) -> list[bool]:
+        return self.resets if isinstance(operation, ResetPrefixCache) else []
 
     async def shutdown(self) -> None:
         self.is_ready = False

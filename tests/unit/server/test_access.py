@@ -94,7 +94,9 @@ def test_an_admin_key_alone_guards_admin_routes_only():
 
 def test_without_keys_all_is_open():
     with serving() as server:
-        assert server.post("/reset_prefix_cache", {}).status_code == 200
+        assert server.post("/reset_prefix_cache", {}).json() == {"reset": True}
+        server.llm.resets = [True, False]
+        assert server.post("/reset_prefix_cache", {}).json() == {"reset": False}
         assert server.client.get("/metrics").status_code == 200
         assert server.client.get("/version").json()["version"]
 

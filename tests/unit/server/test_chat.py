@@ -204,6 +204,18 @@ def test_a_base_model_names_the_flag():
         server.still_works()
 
 
+def test_a_template_in_the_request_where_it_is_trusted():
+    with serving(FakeLLM(has_template=False), trust_request_chat_template=True) as server:
+        template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+        body = {"messages": HI, "max_tokens": 1, "chat_template": template}
+        assert server.post(PATH, body).status_code == 200
+        assert server.llm.requests[0][0] == [BOS, *b"[hi]"]
+        for bad in ("{% for %}", "{{ raise_exception('not so') }}", "{{ ''.__class__.mro() }}"):
+            response = server.post(PATH, {**body, "chat_template": bad})
+            assert response.status_code == 400, bad
+        server.still_works()
+
+
 def test_tokenize(server):
     answer = server.post("/tokenize", {"prompt": "é", "return_token_strs": True}).json()
     assert answer == {

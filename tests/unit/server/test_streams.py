@@ -1,5 +1,6 @@
 """Ends of requests that are not the usual one: clients gone, engines dead, overload, shutdown."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -8,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tests.unit.server.fake_llm import FakeLLM
 from tests.unit.server.harness import DEADLINE_S, serving
+
+from trimaran.server.errors import ErrorBoundary
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -202,3 +205,22 @@ def test_a_slow_reader_costs_only_itself():
         slow.close()
         assert server.llm.aborted.acquire(timeout=DEADLINE_S)
         server.still_works()
+
+
+def test_an_answer_that_has_begun_is_not_begun_again():
+    """The boundary leaves it to the server to cut the connection."""
+    sent = []
+
+    async def broken(_scope, _receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("too late")
+
+    async def send(message):
+        sent.append(message["type"])
+
+    async def run():
+        await ErrorBoundary(broken)({"type": "http", "headers": []}, None, send)
+
+    with pytest.raises(RuntimeError, match="too late"):
+        asyncio.run(run())
+    assert sent == ["http.response.start"]

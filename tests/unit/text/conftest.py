@@ -13,11 +13,23 @@ def byte_level_library():
 
 
 @pytest.fixture(scope="session")
-def byte_level(byte_level_library):
+def json_file(tmp_path_factory):
+    """Writes a tokenizer of the library, or any text, as a tokenizer.json; returns its path."""
+
+    def write(content):
+        path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+        path.write_text(content if isinstance(content, str) else content.to_str(), "utf-8")
+        return str(path)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def byte_level(byte_level_library, json_file):
     """Loaded from a tokenizer.json."""
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}}
     return load_tokenizer(
-        TokenizerFiles("0", tokenizer_json=byte_level_library.to_str(), config=config)
+        TokenizerFiles("0", tokenizer_json=json_file(byte_level_library), config=config)
     )
 
 

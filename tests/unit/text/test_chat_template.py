@@ -259,6 +259,7 @@ class TestLimits:
             "{% for i in range(1000000000) %}{% endfor %}",
             "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
             "{% for i in range(99999) %}" + "x" * 99_999 + "{% endfor %}",
+            "{% set t %}{% for i in range(99999) %}" + "x" * 99_999 + "{% endfor %}{% endset %}",
             doubling("'x'", "n.s ~ n.s"),
             doubling("'x'", "n.s + n.s"),
             doubling("[1]", "n.s + n.s"),

@@ -85,6 +85,34 @@ class TestSentencePiece:
                 assert sentencepiece_tokenizer.decode(ids) == token
                 assert all(types[index] not in (2, 3) for index in ids)
 
+    def test_merges_of_ordinary_pieces_cannot_make_a_byte_or_control_piece(self):
+        pieces = ["<unk>", "<0x41>", "ab", "<", "0", "x", "4", "1", ">", "a", "b"]
+        types = [2, 6, 3] + [1] * 8
+        pieces += ["<0", "<0x", "<0x4", "1>"]
+        types += [1] * 4
+        metadata = {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.tokens": pieces,
+            "tokenizer.ggml.scores": [0.0] * 11 + [-1.0, -2.0, -3.0, -4.0],
+            "tokenizer.ggml.token_type": types,
+            "tokenizer.ggml.unknown_token_id": 0,
+            "tokenizer.ggml.add_space_prefix": False,
+        }
+        tokenizer = load_tokenizer(TokenizerFiles("0", gguf=metadata))
+        assert plain_ids(tokenizer, "<0x41>") == [pieces.index("<0x4"), pieces.index("1>")]
+        assert plain_ids(tokenizer, "ab") == [pieces.index("a"), pieces.index("b")]
+        assert plain_ids(tokenizer, "A") == [1]
+
+    def test_an_end_token_is_special_whatever_its_type(self, sentencepiece_metadata):
+        tokens = sentencepiece_metadata["tokenizer.ggml.tokens"]
+        normal = tokens.index("er")
+        metadata = sentencepiece_metadata | {"tokenizer.ggml.eos_token_id": normal}
+        tokenizer = load_tokenizer(TokenizerFiles("0", gguf=metadata))
+        assert normal in tokenizer.special_ids
+        assert tokenizer.decode([normal]) == ""
+        assert normal not in tokenizer.encode("xer")
+        assert tokenizer.decode(tokenizer.encode("xer")) == "xer"
+
     def test_defaults_of_old_files(self, sentencepiece_metadata):
         """Files from before the flags: SentencePiece with a start token and a space prefix."""
         metadata = {
@@ -136,6 +164,14 @@ class TestByteLevel:
         tokenizer = load_tokenizer(TokenizerFiles("0", gguf=metadata))
         added = len(metadata["tokenizer.ggml.tokens"]) - 1
         assert (added in plain_ids(tokenizer, "xqQ")) is merged
+
+    @pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("gpt-2", False)])
+    def test_llama3_takes_a_whole_word_without_merges(self, byte_level_library, pre, whole):
+        metadata = samples.byte_level_metadata(byte_level_library, pre)
+        metadata["tokenizer.ggml.tokens"] += ["qzqz"]
+        metadata["tokenizer.ggml.token_type"] += [1]
+        tokenizer = load_tokenizer(TokenizerFiles("0", gguf=metadata))
+        assert (len(plain_ids(tokenizer, "qzqz")) == 1) is whole
 
     def test_start_token_of_llama3_is_the_default(self, byte_level_library):
         for pre, expected in (("llama-bpe", [0]), ("qwen2", [])):

@@ -1,5 +1,6 @@
 """What text may spell, start tokens, bytes of tokens, damaged files, threads."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,13 +15,13 @@ from trimaran.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def with_bos(byte_level_library):
+def with_bos(byte_level_library, json_file):
     """The same vocabulary with a post-processor, ours and that of transformers."""
     library = LibraryTokenizer.from_str(byte_level_library.to_str())
     library.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
-    files = TokenizerFiles("0", tokenizer_json=library.to_str(), config={"bos_token": "<s>"})
+    files = TokenizerFiles("0", tokenizer_json=json_file(library), config={"bos_token": "<s>"})
     return load_tokenizer(files), PreTrainedTokenizerFast(tokenizer_object=library)
 
 
@@ -46,13 +47,13 @@ class TestEncode:
         assert byte_level.encode("<think>") == [expected]
         assert expected not in byte_level.special_ids
 
-    def test_merges_that_spell_a_special_token_are_undone(self):
+    def test_merges_that_spell_a_special_token_are_undone(self, json_file):
         library = LibraryTokenizer(
             models.BPE(vocab={"a": 0, "b": 1, "ab": 2, "x": 3}, merges=[("a", "b")], unk_token="x")
         )
         library.add_special_tokens(["ab"])
         library.decoder = decoders.Fuse()
-        tokenizer = load_tokenizer(TokenizerFiles("0", tokenizer_json=library.to_str()))
+        tokenizer = load_tokenizer(TokenizerFiles("0", tokenizer_json=json_file(library)))
         assert tokenizer.encode("aab") == [0, 0, 1]
         assert tokenizer.encode("aab", allow_special=True) == [0, 2]
 
@@ -81,9 +82,9 @@ class TestNamedTokens:
         assert (byte_level.bos_token_id, byte_level.eos_token_id) == (0, 1)
         assert byte_level.special_ids == {0, 1, 2, 3}
 
-    def test_naming_makes_special(self, byte_level_library):
+    def test_naming_makes_special(self, byte_level_library, json_file):
         config = {"eos_token": "</think>", "bos_token": "<nowhere>"}
-        files = TokenizerFiles("0", tokenizer_json=byte_level_library.to_str(), config=config)
+        files = TokenizerFiles("0", tokenizer_json=json_file(byte_level_library), config=config)
         tokenizer = load_tokenizer(files)
         expected = byte_level_library.token_to_id("</think>")
         assert tokenizer.bos_token_id is None
@@ -120,10 +121,10 @@ class TestBytes:
             assert byte_level.token_text(token_id) == ""
             assert byte_level.decode([token_id]) == ""
 
-    def test_vocab_size_counts_up_to_the_last_id(self):
+    def test_vocab_size_counts_up_to_the_last_id(self, json_file):
         library = LibraryTokenizer(models.BPE(vocab={"a": 0, "b": 7}, merges=[]))
         library.decoder = decoders.Fuse()
-        tokenizer = load_tokenizer(TokenizerFiles("0", tokenizer_json=library.to_str()))
+        tokenizer = load_tokenizer(TokenizerFiles("0", tokenizer_json=json_file(library)))
         assert tokenizer.vocab_size == 8
         assert [tokenizer.is_known(index) for index in (0, 3, 7)] == [True, False, True]
 
@@ -134,37 +135,51 @@ class TestDamagedFiles:
             load_tokenizer(TokenizerFiles("0"))
 
     @pytest.mark.parametrize("source", ["", "{}", "[1", '{"model": {"type": "BPE"}}'])
-    def test_not_a_tokenizer(self, source):
+    def test_not_a_tokenizer(self, source, json_file):
         with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
-            load_tokenizer(TokenizerFiles("0", tokenizer_json=source))
+            load_tokenizer(TokenizerFiles("0", tokenizer_json=json_file(source)))
 
     @pytest.mark.parametrize(
         ("decoder", "message"), [(None, "no decoder"), (decoders.CTC(), "CTC.*supported are")]
     )
-    def test_unsupported_decoder(self, decoder, message):
+    def test_unsupported_decoder(self, decoder, message, json_file):
         library = LibraryTokenizer(models.BPE(vocab={"a": 0}, merges=[]))
         if decoder is not None:
             library.decoder = decoder
         with pytest.raises(CheckpointError, match=message):
-            load_tokenizer(TokenizerFiles("0", tokenizer_json=library.to_str()))
+            load_tokenizer(TokenizerFiles("0", tokenizer_json=json_file(library)))
 
 
-def test_metaspace_decoder():
+def test_metaspace_decoder(json_file):
     library = LibraryTokenizer(models.BPE(vocab={"▁a": 0, "b": 1}, merges=[]))
     library.pre_tokenizer = pre_tokenizers.Metaspace()
     library.decoder = decoders.Metaspace()
-    tokenizer = load_tokenizer(TokenizerFiles("0", tokenizer_json=library.to_str()))
+    tokenizer = load_tokenizer(TokenizerFiles("0", tokenizer_json=json_file(library)))
     for ids in ([0, 1, 0], [1, 0], [0, 0]):
         assert tokenizer.decode(ids) == library.decode(ids)
 
 
 def test_threads_with_and_without_special_tokens(byte_level):
-    text = "some text <|im_end|> and more " * 20
+    text = "some text <|im_end|> and more " * 500
     expected = [byte_level.encode(text, allow_special=special) for special in (False, True)]
     assert expected[0] != expected[1]
+    flags = [index % 2 for index in range(200)]
     with ThreadPoolExecutor(8) as pool:
-        flags = [index % 2 for index in range(400)]
         results = pool.map(
             lambda flag: byte_level.encode(text, allow_special=bool(flag)), flags, timeout=60
         )
         assert list(results) == [expected[flag] for flag in flags]
+
+
+def test_encoding_lets_other_threads_run(byte_level):
+    """A long prompt must not hold up the event loop: it runs on while a thread encodes."""
+    text = "some text and more " * 40_000
+    with ThreadPoolExecutor(1) as pool:
+        started = time.monotonic()
+        encoding = pool.submit(byte_level.encode, text)
+        longest, last = 0.0, started
+        while not encoding.done():
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+        assert len(encoding.result()) > 40_000
+        assert longest < 0.6 * (time.monotonic() - started)

@@ -4,6 +4,7 @@ Owns: the chat.completion format, streamed and whole. The conversation becomes a
 text/chat_template, off the event loop.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -28,21 +29,43 @@ from trimaran.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from trimaran.server.openai.protocol import ChatCompletionRequest, ConversationBody
 from trimaran.server.sse import EventStream, cancelled_when_gone
 from trimaran.server.state import ServerState
+from trimaran.text.chat_template import ChatTemplate
 
 
-async def render(llm: AsyncLLM, body: ConversationBody) -> str:
-    """The conversation as the model's template writes it.
+async def encode(
+    state: ServerState, llm: AsyncLLM, body: ConversationBody, *, add_special_tokens: bool
+) -> list[int]:
+    """The conversation as the model's template writes it, or the request's own where trusted.
 
     Raises InvalidRequestError: there is no template, or it refuses these messages.
     """
-    if llm.chat_template is None:
+    messages: list[dict[str, Any]] = [{**message} for message in body.messages or ()]
+    options = body.render_options()
+    template = None
+    if body.chat_template is not None:
+        if not state.config.server.trust_request_chat_template:
+            raise InvalidRequestError(
+                "chat_template is not accepted in requests",
+                param="chat_template",
+                hint="start the server with --trust-request-chat-template",
+            )
+        tokenizer = llm.tokenizer
+        bos, eos = (
+            None if token_id is None else tokenizer.token_text(token_id)
+            for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        )
+        template = await asyncio.to_thread(
+            ChatTemplate, body.chat_template, bos_token=bos, eos_token=eos
+        )
+    elif llm.chat_template is None:
         raise InvalidRequestError(
             "this model has no chat template",
             param="messages",
             hint="use /v1/completions, or start the server with --chat-template FILE",
         )
-    messages: list[dict[str, Any]] = [{**message} for message in body.messages or ()]
-    return await llm.render_chat(messages, **body.render_options())
+    return await llm.encode_chat(
+        messages, template=template, add_special_tokens=add_special_tokens, **options
+    )
 
 
 class OpenAIServingChat:
@@ -61,11 +84,10 @@ class OpenAIServingChat:
         model = state.check_model(body.model)
         body.check(scheduling_policy=state.config.scheduler.scheduling_policy)
         request_id = request_id_of(request)
-        role = state.config.server.response_role
         # An answer is a text of its own, unless it goes on within the last message.
         continues = bool(body.continue_final_message)
         run = GenerationRun(state, llm, body, 1, continues_prompt=continues)
-        chat = _Chat(run, body, model, request_id, role)
+        chat = _Chat(state, run, body, model, request_id)
         if body.stream:
             return EventStream(chat.events(), request_id)
         async with cancelled_when_gone(request.receive):
@@ -77,16 +99,17 @@ class _Chat:
 
     def __init__(
         self,
+        state: ServerState,
         run: GenerationRun,
         body: ChatCompletionRequest,
         model: str,
         request_id: str,
-        role: str,
     ) -> None:
+        self._state = state
         self._run = run
         self._body = body
         self._request_id = request_id
-        self._role = role
+        self._role = state.config.server.response_role
         self._started: set[int] = set()
         # With neither of these, most pieces are a text between constant bytes.
         self._is_plain = not body.logprobs and not body.return_token_ids
@@ -140,10 +163,9 @@ class _Chat:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
         )
-        text = await render(llm, body)
         # The template spells the special tokens itself, the start token among them.
-        token_ids = await llm.encode(
-            text, add_special_tokens=bool(body.add_special_tokens), allow_special=True
+        token_ids = await encode(
+            self._state, llm, body, add_special_tokens=bool(body.add_special_tokens)
         )
         prompt = fitter.fit(
             token_ids,

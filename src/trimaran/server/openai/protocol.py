@@ -26,6 +26,7 @@ MAX_PROMPT_TOKENS = 1 << 22
 MAX_MESSAGES = 16384
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_TOOLS = 512
+MAX_TEMPLATE_CHARS = 1 << 18
 MAX_NAME_CHARS = 512
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -78,7 +79,6 @@ class RequestBody(BaseModel):
 # is refused: to ignore it would answer another question than the one asked.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "chat_template": (),
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
@@ -266,11 +266,12 @@ class ConversationBody(RequestBody):
     )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
 
     def render_options(self) -> dict[str, Any]:
-        """Keyword arguments for ``render_chat``.
+        """Keyword arguments for ``encode_chat``.
 
         Raises InvalidRequestError: the two ways to end a prompt exclude each other.
         """
