@@ -27,6 +27,8 @@ constexpr int kRows = 64;        // of a tile
 constexpr int kMaxHeadDim = 256;
 constexpr int kStride = 256 + 16;  // of rows in the workspace; the 16 keep them off one cache set
 constexpr int64_t kMaxPartials = 8 << 20;  // floats of unjoined splits (32 MiB)
+// The stages of a tile stay apart: compiled as one, they would spill each other's registers.
+#define TRIMARAN_STAGE __attribute__((noinline))
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 template <class T>
@@ -188,7 +190,7 @@ class TileWorker {
 
   // w.keys[depth][column] = lane `depth` of key n + column. Columns of keys that are not read keep
   // what they held; weigh() masks their scores.
-  void pack_keys(int n) {
+  TRIMARAN_STAGE void pack_keys(int n) {
     for (int first = n; first < n + kColumns; first += kLanes) {
       if (first + kLanes <= begin || first >= end) continue;
       const T* at[kLanes];
@@ -203,8 +205,8 @@ class TileWorker {
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) {
           square[i] = load_lanes(at[i] + d, count);
-          __builtin_prefetch(ahead[i] + d, 0, 2);
-          __builtin_prefetch(at[i] + to_value + d, 0, 2);
+          __builtin_prefetch(ahead[i] + d, 0, 2);  // wanted by the next call
+          __builtin_prefetch(at[i] + to_value + d, 0, 2);  // and by pack_values()
         }
         transpose(square);
         // A last, part-filled square writes lanes beyond the depth: zeros that nobody reads.
@@ -221,7 +223,7 @@ class TileWorker {
 
   // value_columns(d)[depth][column] = lane `depth` of value dimension d + column. A lane of two
   // keys of which one is not read holds zero for it: its weight is zero, and so must its value be.
-  void pack_values() {
+  TRIMARAN_STAGE void pack_values() {
     const int64_t to_value = p.kv_heads * p.block_size * p.head_dim;
     static const T zeros[kMaxHeadDim] = {};
     for (int key = begin / kPerLane * kPerLane; key < end; key += kPerLane) {
@@ -236,7 +238,7 @@ class TileWorker {
   }
 
   // Turns a row's scores into weights e^(score - maximum), zero where the row must not see.
-  void weigh(int row, int64_t base) {
+  TRIMARAN_STAGE void weigh(int row, int64_t base) {
     const int64_t last = position(row);
     const int64_t oldest = p.window ? std::max(last - p.window + 1, int64_t{0}) : 0;
     const int from = static_cast<int>(std::clamp(oldest - base, int64_t{0}, int64_t{kSplit}));

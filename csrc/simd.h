@@ -1,6 +1,6 @@
 // Vectors of fp32 as wide as the build's instruction set, and what the kernels need of them.
 //
-// Owns: loads and stores of bf16 and fp32, exp, reductions. GCC/Clang vector extensions carry the
+// Owns: loads and stores of bf16 and fp32, exp, reductions. GCC's vector extensions carry the
 // arithmetic, so one source gives AVX-512, AVX2, SSE2 and NEON code; intrinsics appear only where
 // the language has no word (fused multiply-add, bf16 dot product). Contraction is off (see
 // setup.py): whether a multiply and an add fuse is written here, never chosen by the compiler, so
