@@ -266,6 +266,7 @@ signal.pause()
     process, engine = program(tmp_path, _RUNS, wait=True, end=end)
     sleeper = int(process.stdout.readline())
     assert not is_gone(engine)
+    assert os.listdir(os.environ["TMPDIR"])  # nor does it remove the folder of sockets
     process.kill()
     wait_until(lambda: is_gone(engine), 2.0, "the end of the engine")
     os.kill(sleeper, signal.SIGKILL)

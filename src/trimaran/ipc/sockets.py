@@ -41,8 +41,9 @@ class Sent(Enum):
 class Context:
     """Owns the I/O thread. Close its sockets first: ``close`` waits for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._context = zmq.Context()
+        self._max_frame_bytes = max_frame_bytes
 
     def router(self, address: str, listening_fd: int) -> "Socket":
         """Talks to many peers by identity; refuses to send to one that is not connected.
@@ -81,7 +82,7 @@ class Context:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
         socket.setsockopt(zmq.RCVHWM, high_water_mark)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         return socket
