@@ -16,7 +16,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-SOURCES = ["csrc/activation.cpp", "csrc/attention.cpp", "csrc/norm.cpp", "csrc/rope.cpp"]
+SOURCES = ["csrc/activation.cpp", "csrc/attention.cpp", "csrc/linear.cpp", "csrc/norm.cpp", "csrc/rope.cpp"]
 HEADERS = ["csrc/multiply.h", "csrc/simd.h"]
 # Contraction is off because which multiply-adds fuse must not depend on the optimiser's mood.
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden"]

@@ -79,8 +79,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: Annotated[
         bool,
         _help(
-            "bit-identical output whatever else is in the batch, at some cost in speed"
-            " (docs/decisions/001-kv-layout.md)"
+            "refuse to start unless output is bit-identical whatever else is in the batch (the"
+            " compiled CPU kernels give that at no cost; docs/decisions/002-cpu-kernels.md)"
         ),
     ] = False
 

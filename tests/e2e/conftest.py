@@ -1,4 +1,4 @@
-"""Whole deployments, started by the command line as a user does, shared by the tests of a session."""
+"""Whole deployments, started by the command line as a user does, one for all tests of a session."""
 
 import time
 

@@ -19,7 +19,11 @@ Q_PROJ = "model.layers.1.self_attn.q_proj"
 
 
 def weights_of(tensors: dict[str, np.ndarray], **options) -> Weights:
-    options = {"file": "tiny.safetensors", "dtype": torch.float32} | options
+    options = {
+        "file": "tiny.safetensors",
+        "dtype": torch.float32,
+        "kernels": TorchKernels(),
+    } | options
     return Weights(MemoryCheckpoint(tensors), **options)
 
 

@@ -25,7 +25,6 @@ def load_model(
     *,
     dtype: torch.dtype,
     kernels: Kernels,
-    row_block: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> CausalLM:
     """Read the weights of ``source`` as ``dtype`` (bfloat16 or float32).
@@ -41,7 +40,7 @@ def load_model(
             checkpoint,
             file=str(source.path),
             dtype=dtype,
-            row_block=row_block,
+            kernels=kernels,
             norm_weight_offset=architecture.norm_weight_offset,
             on_progress=on_progress,
         ) as weights:

@@ -17,7 +17,7 @@ import torch
 
 from trimaran.errors import CheckpointError
 from trimaran.formats.checkpoint import Checkpoint, TensorSource
-from trimaran.model.layers.linear import Linear, packing_works
+from trimaran.model.kernels.base import Kernels, Linear
 
 _PIECE_ELEMENTS = 1 << 19
 # Parts of the decoder; what lies outside (a vision tower) is not ours to miss.
@@ -38,7 +38,7 @@ class Weights:
         *,
         file: str,
         dtype: torch.dtype,
-        row_block: int = 0,
+        kernels: Kernels,
         norm_weight_offset: float = 0.0,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -46,7 +46,7 @@ class Weights:
         self._checkpoint = checkpoint
         self._file = file
         self._dtype = dtype
-        self._row_block = row_block
+        self._kernels = kernels
         self._norm_weight_offset = norm_weight_offset
         self._on_progress = on_progress or (lambda done, total: None)
         self._unused = dict.fromkeys(checkpoint.names())
@@ -66,14 +66,15 @@ class Weights:
         """One product for all ``parts``: module name -> output features, in output order."""
         weight = self._read({f"{name}.weight": (n, in_features) for name, n in parts.items()})
         biases = self._read({f"{name}.bias": (n,) for name, n in parts.items()}) if bias else None
-        self.held_bytes += weight.nbytes + (0 if biases is None else biases.nbytes)
-        return Linear(weight, biases, row_block=self._row_block)
+        linear = self._kernels.linear(weight, biases)
+        self.held_bytes += linear.held_bytes
+        return linear
 
     def tied_linear(self, table: torch.Tensor) -> Linear:
         """The head that shares its weights with an embedding, but not their layout if packed."""
-        if packing_works(table.dtype):
-            self.held_bytes += table.nbytes
-        return Linear(table, None, row_block=self._row_block)
+        linear = self._kernels.linear(table, None)
+        self.held_bytes += linear.held_bytes if linear.is_packed else 0
+        return linear
 
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """[rows, columns] in the model's type."""

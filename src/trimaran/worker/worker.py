@@ -33,7 +33,6 @@ from trimaran.worker.warm_up import warm_up_plans
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
-BATCH_INVARIANT_ROWS = 16
 # A float16 file is computed in bfloat16: as small, and what CPUs multiply fast. Its three lost bits
 # are kept by --dtype float32, at twice the memory.
 _DTYPES = {
@@ -66,7 +65,7 @@ class Worker:
         shape = source.architecture
         asked = config.model.dtype
         self._dtype = _DTYPES[shape.file_dtype if asked == "auto" else asked]
-        kernels = self._select_kernels()
+        kernels = self._select_kernels(shape.head_dim)
 
         def on_bytes(done: int, total: int) -> None:
             detail = f"{done // _MIB} of {total // _MIB} MiB"
@@ -77,7 +76,6 @@ class Worker:
                 source,
                 dtype=self._dtype,
                 kernels=kernels,
-                row_block=BATCH_INVARIANT_ROWS if config.model.batch_invariant else 0,
                 on_progress=on_bytes,
             )
         self._num_known_tokens = num_known_tokens(source.tokenizer, shape.vocab_size)
@@ -128,12 +126,12 @@ class Worker:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         return self._runner.execute(plan)
 
-    def _select_kernels(self) -> Kernels:
+    def _select_kernels(self, head_dim: int) -> Kernels:
         kernels = select_kernels(self._config.executor.kernels, self._device)
-        if self._config.model.batch_invariant and kernels.name == "torch":
+        if self._config.model.batch_invariant and not kernels.is_batch_invariant(head_dim):
             raise ConfigError(
-                "--batch-invariant needs the compiled kernels: plain torch sums in another order"
-                " for other lengths",
+                "--batch-invariant needs the compiled kernels and a head size that is a multiple"
+                f" of 16 up to 256: here {kernels.name} kernels meet heads of {head_dim}",
                 hint="leave out --kernels torch, or install with a C++ compiler",
             )
         return kernels

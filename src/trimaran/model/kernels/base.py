@@ -35,10 +35,27 @@ class AttentionMetadata:
     window: int  # 0: full; else a token sees itself and the window - 1 before it
 
 
+class Linear(Protocol):
+    """A product with a constant weight: x [T, in] -> x @ weight.T + bias, [T, out] in x's type."""
+
+    held_bytes: int  # what it keeps, the given weight included unless it was packed
+    is_packed: bool  # it holds a copy of its own; the given weight may be dropped
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
 class Kernels(Protocol):
     """Fused operations. Inputs are contiguous unless said otherwise; outputs are new tensors."""
 
     name: str
+
+    def is_batch_invariant(self, head_dim: int) -> bool:
+        """Whether a row's result never depends on what else is computed with it."""
+        ...
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Prepare products with ``weight`` [out, in] and ``bias`` [out] of one type."""
+        ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean(x²) + eps) * weight over the last dimension. x [T, N], weight fp32 [N]."""

@@ -14,13 +14,14 @@ from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from trimaran.model.kernels.base import AttentionMetadata
 from trimaran.model.kernels.torch_kernels import TorchKernels
 
 FOLDER = Path(__file__).parent / "_native"
 # Must equal kInterfaceVersion in csrc/simd.h: a library left by an older build is not called.
-INTERFACE_VERSION = 1
+INTERFACE_VERSION = 2
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
 # Best first; the features are Linux's names in /proc/cpuinfo.
@@ -33,6 +34,8 @@ _RMS_NORM = [c_void_p] * 3 + [c_int64] * 2 + [c_float]
 _ADD_RMS_NORM = [c_void_p] * 5 + [c_int64] * 2 + [c_float]
 _ACTIVATION = [c_void_p] * 2 + [c_int64] * 2
 _ROPE = [c_void_p] * 4 + [c_float] + [c_void_p] * 4 + [c_int64] * 5
+_PACK = [c_void_p] * 2 + [c_int64] * 2
+_LINEAR = [c_void_p] * 4 + [c_int64] * 3
 _ATTENTION = [c_void_p] * 6 + [c_int64] * 7 + [c_float]
 
 
@@ -81,6 +84,10 @@ def _check(*activations: torch.Tensor, weight: torch.Tensor | None = None) -> No
     assert weight is None or weight.dtype == torch.float32, weight
 
 
+def _has_attention_for(head_dim: int) -> bool:
+    return head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_STEP == 0
+
+
 class NativeKernels:
     """``Kernels`` in C++ for the CPU.
 
@@ -102,6 +109,10 @@ class NativeKernels:
         }
         self._rope = self._bind("qk_norm_rope_cache", _ROPE)
         self._attention = self._bind("paged_attention", _ATTENTION)
+        self._pack = self._bind("pack_linear", _PACK)
+        self._linear = self._bind("linear", _LINEAR)
+        self._library.packed_linear_size.argtypes = [c_int64] * 2
+        self._library.packed_linear_size.restype = c_int64
         self._reference = TorchKernels()
 
     def _bind(self, name: str, argtypes: list) -> dict:
@@ -110,6 +121,33 @@ class NativeKernels:
             functions[dtype] = function = getattr(self._library, f"{name}_{suffix}")
             function.argtypes, function.restype = argtypes, None
         return functions
+
+    def is_batch_invariant(self, head_dim: int) -> bool:
+        return _has_attention_for(head_dim)
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> "NativeLinear":
+        return NativeLinear(self, weight, bias)
+
+    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
+        """``weight`` [out, in] in the layout of ``multiply_packed`` (csrc/linear.cpp), flat."""
+        out_features, in_features = weight.shape
+        size = self._library.packed_linear_size(out_features, in_features)
+        packed = torch.empty(size, dtype=weight.dtype)
+        self._pack[weight.dtype](packed.data_ptr(), weight.data_ptr(), out_features, in_features)
+        return packed
+
+    def multiply_packed(
+        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
+    ) -> torch.Tensor:
+        """x [T, in] -> [T, out]; ``bias`` fp32 [out]."""
+        _check(x, packed, weight=bias)
+        rows, in_features = x.shape
+        out = torch.empty((rows, out_features), dtype=x.dtype)
+        self._linear[x.dtype](
+            out.data_ptr(), x.data_ptr(), packed.data_ptr(),
+            None if bias is None else bias.data_ptr(), rows, out_features, in_features,
+        )  # fmt: skip
+        return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         _check(x, weight=weight)
@@ -192,7 +230,7 @@ class NativeKernels:
         scale: float,
     ) -> torch.Tensor:
         tokens, heads, head_dim = q.shape
-        if head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_STEP:
+        if not _has_attention_for(head_dim):
             return self._reference.paged_attention(q, kv_cache, metadata, scale)
         _check(q, kv_cache)
         _, _, kv_heads, block_size, _ = kv_cache.shape
@@ -205,3 +243,26 @@ class NativeKernels:
             block_size, head_dim, table.stride(0), metadata.window, scale,
         )  # fmt: skip
         return out
+
+
+class NativeLinear:
+    """``Linear`` of kernels/base.py: the weight packed once, rows independent of their company."""
+
+    is_packed = True
+
+    def __init__(
+        self, kernels: NativeKernels, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        self._out_features, in_features = weight.shape
+        # Lanes hold pairs of bf16; no model has odd sizes, but the layout must not assume it.
+        self._pad = in_features % 2
+        weight = F.pad(weight, (0, self._pad)) if self._pad else weight.contiguous()
+        self._kernels = kernels
+        self._packed = kernels.pack_linear(weight)
+        self._bias = None if bias is None else bias.float().contiguous()
+        self.held_bytes = self._packed.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._pad:
+            x = F.pad(x, (0, self._pad))
+        return self._kernels.multiply_packed(x, self._packed, self._bias, self._out_features)

@@ -4,10 +4,17 @@ import torch
 import torch.nn.functional as F
 
 from trimaran.model.kernels.base import AttentionMetadata
+from trimaran.model.kernels.torch_linear import TorchLinear
 
 
 class TorchKernels:
     name = "torch"
+
+    def is_batch_invariant(self, head_dim: int) -> bool:
+        return False  # libraries choose other code for other row counts
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> TorchLinear:
+        return TorchLinear(weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()
