@@ -22,6 +22,7 @@ from trimaran.messages import (
 )
 from trimaran.model.kernels.base import Kernels
 from trimaran.model.kernels.select import select_kernels
+from trimaran.model.layers.linear import BATCH_INVARIANT_ROWS
 from trimaran.model.loader import load_model
 from trimaran.scheduling.kv_layout import make_kv_cache_layout
 from trimaran.worker.device import allowed_threads, free_memory_bytes
@@ -33,7 +34,6 @@ from trimaran.worker.warm_up import warm_up_plans
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
-BATCH_INVARIANT_ROWS = 16
 # A float16 file is computed in bfloat16: as small, and what CPUs multiply fast. Its three lost bits
 # are kept by --dtype float32, at twice the memory.
 _DTYPES = {
