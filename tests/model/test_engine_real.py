@@ -17,7 +17,7 @@ from trimaran.config import CacheConfig, EngineConfig, ExecutorConfig, ModelConf
 from trimaran.engine.engine_core import EngineCore
 from trimaran.errors import ConfigError
 from trimaran.executor.inproc import InprocExecutor
-from trimaran.messages import EngineCoreRequest, FinishReason, TokenLogprobs
+from trimaran.messages import EngineCoreRequest, FinishReason, ResetPrefixCache, TokenLogprobs
 from trimaran.sampling_params import SamplingParams
 from trimaran.scheduling.kv_layout import peak_blocks
 
@@ -217,6 +217,40 @@ def test_log_probabilities_as_transformers(model, budget):
     assert [row[0] for row in result.prompt_logprobs.token_ids] == tokens[1:]
     best = reference[: len(tokens) - 1].topk(3).indices.tolist()
     assert [row[1:] for row in result.prompt_logprobs.token_ids] == best
+
+
+@pytest.mark.parametrize(("dtype", "threads"), [("bfloat16", 2), ("float32", 1)])
+def test_batch_invariant(model, dtype, threads):
+    """Traps T-D6, T-L2, T-L12: tokens and log-probabilities, bit for bit."""
+    settings = {"dtype": dtype, "batch_invariant": True, "threads": threads}
+    watched = [
+        request("greedy", prompt(60)),
+        request("seeded", prompt(37, 1), temperature=1.0, seed=11),
+        request("nucleus", prompt(60), temperature=1.3, top_p=0.9, seed=11, presence_penalty=0.5),
+    ]
+    others = [
+        request(f"other {i}", prompt(5 * i + 1, 2), 8, temperature=i % 3 / 2, seed=i)
+        for i in range(16)
+    ]
+    engine = Engine(model, **settings)
+    alone = {}
+    for each in watched:
+        alone |= engine.run([each])
+        engine.core.control(ResetPrefixCache())
+    assert len(set(alone["seeded"].tokens)) > 3
+    small = small_engine(model, **settings)
+    runs = {
+        "beside others": engine.run([*others, *watched]),
+        "cached": engine.run(watched),
+        "in chunks": Engine(model, budget=11, **settings).run([*watched, *others]),
+        "preempted": small.run([*others[:6], *watched, *others[6:]]),
+    }
+    assert runs["cached"]["greedy"].num_cached > 0
+    assert small.core.stats().num_preemptions > 0
+    for what, results in runs.items():
+        for name, result in alone.items():
+            assert results[name].tokens == result.tokens, (what, name)
+            assert results[name].logprobs == result.logprobs, (what, name)
 
 
 def test_batch_invariant_is_refused_where_it_would_not_hold(model):
