@@ -81,11 +81,14 @@ def test_a_frame_above_the_cap_cuts_its_link_and_is_not_delivered(listener, cont
     strict = Context(max_frame_bytes=1000)
     pull = strict.pull(listener.address, listener.fileno())
     push = context.push(listener.address)
-    push.try_send([bytes(1001)])
-    push.try_send([bytes(1000)])  # on the same link, so behind it
+    push.try_send([bytes(1000)])
     assert pull.receive(TIMEOUT_S) == [bytes(1000)]
-    push.close()
-    pull.close()
+    push.try_send([bytes(1001)])  # on an open link, so long before one that is only made
+    honest = context.push(listener.address)
+    honest.try_send([b"small"])
+    assert pull.receive(TIMEOUT_S) == [b"small"]
+    for socket in (push, honest, pull):
+        socket.close()
     strict.close()
 
 
