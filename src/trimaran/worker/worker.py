@@ -22,7 +22,6 @@ from trimaran.messages import (
 )
 from trimaran.model.kernels.base import Kernels
 from trimaran.model.kernels.select import select_kernels
-from trimaran.model.layers.linear import BATCH_INVARIANT_ROWS
 from trimaran.model.loader import load_model
 from trimaran.scheduling.kv_layout import make_kv_cache_layout
 from trimaran.worker.device import allowed_threads, free_memory_bytes
