@@ -95,7 +95,7 @@ class InputBatch:
         query_start = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(scheduled, out=query_start[1:])
         if query_start[-1] == len(rows):  # one token each
-            positions, token_rows, lane = computed, rows, None
+            positions, token_rows = computed, rows
         else:
             lane = np.repeat(np.arange(len(rows)), scheduled)
             positions = np.arange(query_start[-1]) + (computed - query_start[:-1])[lane]
