@@ -20,8 +20,8 @@ Vec sum_squares(const T* x, int64_t n) {
   return squares;
 }
 
-template <class T>
-void scale_row(T* out, const T* x, const float* weight, float scale, int64_t n) {
+template <class T, class From>
+void scale_row(T* out, const From* x, const float* weight, float scale, int64_t n) {
   sweep(n, [&](int64_t i, int count) {
     store(out + i, load(x + i, count) * splat(scale) * load(weight + i, count), count);
   });
@@ -38,15 +38,15 @@ void rms_norm(T* out, const T* x, const float* weight, int64_t rows, int64_t n, 
 
 // residual += x, normed with post_weight first where that is given; then the norm of residual.
 template <class T>
-void add_rms_norm(T* out, const T* x, T* residual, const float* post_weight, const float* weight,
+void add_rms_norm(T* out, const T* x, float* residual, const float* post_weight, const float* weight,
                   int64_t rows, int64_t n, float eps) {
 #pragma omp parallel for schedule(static) if (rows * n > kSerialWork)
   for (int64_t row = 0; row < rows; ++row) {
     const T* from = x + row * n;
-    T* onto = residual + row * n;
+    float* onto = residual + row * n;
     Vec squares{};
     auto add = [&](int64_t i, int count, Vec addend) {
-      Vec total = rounded(load(onto + i, count) + addend, onto);
+      Vec total = load(onto + i, count) + addend;
       store(onto + i, total, count);
       squares = fma(total, total, squares);
     };
@@ -72,7 +72,7 @@ TRIMARAN_API int interface_version() { return trimaran::kInterfaceVersion; }
                                     int64_t n, float eps) {                                        \
     trimaran::rms_norm(out, x, weight, rows, n, eps);                                              \
   }                                                                                                \
-  TRIMARAN_API void add_rms_norm_##suffix(T* out, const T* x, T* residual, const float* post_weight, \
+  TRIMARAN_API void add_rms_norm_##suffix(T* out, const T* x, float* residual, const float* post_weight, \
                                         const float* weight, int64_t rows, int64_t n, float eps) { \
     trimaran::add_rms_norm(out, x, residual, post_weight, weight, rows, n, eps);                   \
   }

@@ -53,7 +53,8 @@ def test_attention(native, shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_of_the_small_operations(native, dtype):
     tokens, width = 130, 640
-    x, residual = (torch.randn(tokens, width).to(dtype) for _ in range(2))
+    x = torch.randn(tokens, width).to(dtype)
+    residual = torch.randn(tokens, width)
     weight, post = torch.randn(width), torch.randn(width)
 
     def run(rows: slice) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_norms(native, tokens, width, dtype):
-    x, residual = (3 * torch.randn(tokens, width).to(dtype) for _ in range(2))
+    x, residual = (3 * torch.randn(tokens, width)).to(dtype), 3 * torch.randn(tokens, width)
     post, pre = torch.randn(width), torch.randn(width)
     assert_near(native.rms_norm(x, pre, 1e-5), REFERENCE.rms_norm(x.float(), pre, 1e-5))
 

@@ -64,7 +64,11 @@ class Kernels(Protocol):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """residual += x in place (rounded to its type), then the norm of the new residual."""
+        """residual += x in place, then the norm of the new residual in x's type.
+
+        The residual stream is fp32 [T, N] whatever x [T, N] is: it is what every layer's rounding
+        would add up in.
+        """
         ...
 
     def norm_add_rms_norm(
@@ -76,7 +80,7 @@ class Kernels(Protocol):
         eps: float,
     ) -> torch.Tensor:
         """Gemma's sandwich: residual += rms_norm(x, post_weight) in place, then the norm of the
-        new residual with pre_weight. All [T, N]."""
+        new residual with pre_weight in x's type. residual fp32."""
         ...
 
     def activation_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:

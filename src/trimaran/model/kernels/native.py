@@ -21,7 +21,7 @@ from trimaran.model.kernels.torch_kernels import TorchKernels
 
 FOLDER = Path(__file__).parent / "_native"
 # Must equal kInterfaceVersion in csrc/simd.h: a library left by an older build is not called.
-INTERFACE_VERSION = 2
+INTERFACE_VERSION = 3
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
 # Best first; the features are Linux's names in /proc/cpuinfo.
@@ -178,7 +178,8 @@ class NativeKernels:
         weight: torch.Tensor,
         eps: float,
     ) -> torch.Tensor:
-        _check(x, residual, weight=weight)
+        _check(x, weight=weight)
+        _check(residual, weight=residual)
         assert x.shape == residual.shape, (x.shape, residual.shape)
         out, (rows, width) = torch.empty_like(x), x.shape
         self._add_rms_norm[x.dtype](

@@ -24,8 +24,8 @@ class TorchKernels:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        residual.copy_(residual.float() + x.float())
-        return self.rms_norm(residual, weight, eps)
+        residual += x.float()
+        return self.rms_norm(residual, weight, eps).to(x.dtype)
 
     def norm_add_rms_norm(
         self,
@@ -37,8 +37,8 @@ class TorchKernels:
     ) -> torch.Tensor:
         wide = x.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        residual.copy_(residual.float() + wide * scale * post_weight)
-        return self.rms_norm(residual, pre_weight, eps)
+        residual += wide * scale * post_weight
+        return self.rms_norm(residual, pre_weight, eps).to(x.dtype)
 
     def activation_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)

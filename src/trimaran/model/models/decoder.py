@@ -54,7 +54,7 @@ class DecoderLayer(Protocol):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """``hidden`` is normed input, ``residual`` the stream, updated in place; both [T, N].
+        """``hidden`` is normed input, ``residual`` the fp32 stream, updated in place; both [T, N].
         Returns the stream normed with ``next_norm``."""
         ...
 
@@ -96,9 +96,9 @@ class DecoderForCausalLM(ABC):
         metadata: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
         """See CausalLM."""
-        residual = self._embedding(input_ids)
-        eps = self.architecture.rms_norm_eps
-        hidden = self._kernels.rms_norm(residual, self._norms[0], eps)
+        embedded = self._embedding(input_ids)
+        residual = embedded.to(torch.float32, copy=True)
+        hidden = self._kernels.rms_norm(embedded, self._norms[0], self.architecture.rms_norm_eps)
         for layer, next_norm, kv_cache, where in zip(
             self._layers, self._norms[1:], kv_caches, metadata, strict=True
         ):
