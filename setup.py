@@ -18,8 +18,10 @@ from setuptools.errors import CompileError
 
 SOURCES = ["csrc/activation.cpp", "csrc/attention.cpp", "csrc/linear.cpp", "csrc/norm.cpp", "csrc/rope.cpp"]
 HEADERS = ["csrc/multiply.h", "csrc/simd.h"]
-# Contraction is off because which multiply-adds fuse must not depend on the optimiser's mood.
-FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden"]
+# Contraction is off because which multiply-adds fuse must not depend on the optimiser's mood; the
+# workspace of attention holds scores, then weights, in the same bytes.
+FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fvisibility=hidden"]
+FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing"]
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16 -mfma"
 INSTRUCTION_SETS = {"generic": []}
 if platform.machine() in ("x86_64", "AMD64"):

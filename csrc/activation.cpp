@@ -24,12 +24,12 @@ void activation_mul(T* out, const T* gate_up, int64_t rows, int64_t n) {
 }  // namespace
 }  // namespace trimaran
 
-#define TRIMARAN_EXPORT(T, suffix)                                                                \
-  TRIMARAN_API void silu_mul_##suffix(T* out, const T* gate_up, int64_t rows, int64_t n) {          \
-    trimaran::activation_mul<false>(out, gate_up, rows, n);                                       \
-  }                                                                                               \
-  TRIMARAN_API void gelu_tanh_mul_##suffix(T* out, const T* gate_up, int64_t rows, int64_t n) {     \
-    trimaran::activation_mul<true>(out, gate_up, rows, n);                                        \
+#define TRIMARAN_EXPORT(T, suffix)                                                              \
+  TRIMARAN_API void silu_mul_##suffix(T* out, const T* gate_up, int64_t rows, int64_t n) {      \
+    trimaran::activation_mul<false>(out, gate_up, rows, n);                                     \
+  }                                                                                             \
+  TRIMARAN_API void gelu_tanh_mul_##suffix(T* out, const T* gate_up, int64_t rows, int64_t n) { \
+    trimaran::activation_mul<true>(out, gate_up, rows, n);                                      \
   }
 TRIMARAN_EXPORT(trimaran::bf16, bf16)
 TRIMARAN_EXPORT(float, f32)

@@ -14,7 +14,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <type_traits>
 #include <vector>
 
 #include "multiply.h"
@@ -22,8 +21,8 @@
 namespace trimaran {
 namespace {
 
-constexpr int kSplit = 256;      // keys; splits start at its multiples
-constexpr int kRows = 64;        // of a tile
+constexpr int kSplit = 256;  // keys; splits start at its multiples
+constexpr int kRows = 64;    // of a tile
 constexpr int kMaxHeadDim = 256;
 constexpr int kStride = 256 + 16;  // of rows in the workspace; the 16 keep them off one cache set
 constexpr int64_t kMaxPartials = 8 << 20;  // floats of unjoined splits (32 MiB)
@@ -46,7 +45,7 @@ struct Tile {
   int32_t request, kv_head;
   int64_t first_row;  // among the request's (token, head of group) pairs
   int rows;
-  int64_t first_position;     // of the request's first token in this step
+  int64_t first_position;      // of the request's first token in this step
   int64_t first_key, end_key;  // what the tile's rows may see together
   int64_t first_split() const { return first_key / kSplit; }
   int64_t end_split() const { return (end_key + kSplit - 1) / kSplit; }
@@ -106,8 +105,7 @@ class TileWorker {
     const int first = begin / kPerLane, depth = (end + kPerLane - 1) / kPerLane - first;
     for (int64_t d = 0; d < p.head_dim; d += kColumns)
       multiply<kStride, kStride>(reinterpret_cast<const Lane*>(w.scores) + first,
-                                 value_columns(d) + first * kColumns, depth, w.part + d,
-                                 tile.rows);
+                                 value_columns(d) + first * kColumns, depth, w.part + d, tile.rows);
   }
 
   void start() {
@@ -130,7 +128,8 @@ class TileWorker {
       const float keep = std::exp(now.maximum - maximum), add = std::exp(next.maximum - maximum);
       now = {maximum, now.total * keep + next.total * add};
       sweep(p.head_dim, [&](int64_t d, int count) {
-        store(onto + d, fma(load(onto + d, count), splat(keep), load(part + d, count) * add), count);
+        store(onto + d, fma(load(onto + d, count), splat(keep), load(part + d, count) * add),
+              count);
       });
     }
   }
@@ -150,7 +149,9 @@ class TileWorker {
   Workspace<T>& w;
   int begin = 0, end = 0;  // keys of this split that are read
 
-  int64_t position(int row) const { return tile.first_position + (tile.first_row + row) / p.group(); }
+  int64_t position(int row) const {
+    return tile.first_position + (tile.first_row + row) / p.group();
+  }
 
   int64_t row_offset(int row) const {
     const int64_t pair = tile.first_row + row;
@@ -162,9 +163,12 @@ class TileWorker {
     const int32_t* table = p.block_table + tile.request * p.table_stride;
     int key = begin;
     while (key < end) {
-      const int64_t block = (base + key) / p.block_size, offset = (base + key) % p.block_size;
-      const T* at = p.cache + ((table[block] * 2 * p.kv_heads + tile.kv_head) * p.block_size + offset) * p.head_dim;
-      for (int64_t left = p.block_size - offset; left > 0 && key < end; --left, ++key, at += p.head_dim)
+      const int64_t offset = (base + key) % p.block_size;
+      const int64_t block = table[(base + key) / p.block_size];
+      const T* at =
+          p.cache + ((block * 2 * p.kv_heads + tile.kv_head) * p.block_size + offset) * p.head_dim;
+      for (int64_t left = p.block_size - offset; left > 0 && key < end;
+           --left, ++key, at += p.head_dim)
         w.key_at[key] = at;
     }
   }
@@ -205,7 +209,7 @@ class TileWorker {
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) {
           square[i] = load_lanes(at[i] + d, count);
-          __builtin_prefetch(ahead[i] + d, 0, 2);  // wanted by the next call
+          __builtin_prefetch(ahead[i] + d, 0, 2);          // wanted by the next call
           __builtin_prefetch(at[i] + to_value + d, 0, 2);  // and by pack_values()
         }
         transpose(square);
@@ -232,12 +236,14 @@ class TileWorker {
       for (int64_t d = 0; d < p.head_dim; d += kLanes) {
         Bits lane = (Bits)load(low + d);
         if constexpr (kPerLane == 2) lane = lane >> 16 | (Bits)load(high + d);
-        std::memcpy(value_columns(d) + key / kPerLane * kColumns + d % kColumns, &lane, sizeof lane);
+        std::memcpy(value_columns(d) + key / kPerLane * kColumns + d % kColumns, &lane,
+                    sizeof lane);
       }
     }
   }
 
-  // Turns a row's scores into weights e^(score - maximum), zero where the row must not see.
+  // Turns a row's scores into weights e^(score - maximum), zero where the row must not see. (One
+  // that sees nothing of the split gets NaN, which join() passes over.)
   TRIMARAN_STAGE void weigh(int row, int64_t base) {
     const int64_t last = position(row);
     const int64_t oldest = p.window ? std::max(last - p.window + 1, int64_t{0}) : 0;
@@ -258,8 +264,7 @@ class TileWorker {
     const float maximum = max(highest);
     Vec total{};
     auto weight = [&](int key) {
-      Ints at = lane + key;
-      Vec e = (at >= from) & (at < to) ? exp(load(scores + key) - maximum) : Vec{};
+      Vec e = exp(load(scores + key) - maximum);
       if constexpr (kPerLane == 2) e = rounded(e, static_cast<const T*>(nullptr));
       total += e;
       return e;
@@ -288,7 +293,9 @@ std::vector<Tile> make_tiles(const Problem<T>& p) {
     // The longest first: what is handed out last should be small.
     for (int64_t row = (rows - 1) / kRows * kRows; row >= 0; row -= kRows)
       for (int32_t head = 0; head < p.kv_heads; ++head) {
-        Tile tile{r, head, row, static_cast<int>(std::min<int64_t>(rows - row, kRows)), first_position, 0, 0};
+        Tile tile{
+            r, head, row, static_cast<int>(std::min<int64_t>(rows - row, kRows)), first_position,
+            0, 0};
         tile.end_key = first_position + (row + tile.rows - 1) / p.group() + 1;
         if (p.window)
           tile.first_key = std::max(first_position + row / p.group() - p.window + 1, int64_t{0});
@@ -394,14 +401,14 @@ void paged_attention(const Problem<T>& p) {
 }  // namespace
 }  // namespace trimaran
 
-#define TRIMARAN_EXPORT(T, suffix)                                                                 \
-  TRIMARAN_API void paged_attention_##suffix(                                                        \
-      T* out, const T* q, const T* cache, const int32_t* query_start, const int32_t* seq_lens,     \
-      const int32_t* block_table, int64_t requests, int64_t heads, int64_t kv_heads,               \
-      int64_t block_size, int64_t head_dim, int64_t table_stride, int64_t window, float scale) {   \
-    trimaran::paged_attention<T>({out, q, cache, query_start, seq_lens, block_table, requests,     \
-                                  heads, kv_heads, block_size, head_dim, table_stride, window,     \
-                                  scale});                                                         \
+#define TRIMARAN_EXPORT(T, suffix)                                                               \
+  TRIMARAN_API void paged_attention_##suffix(                                                    \
+      T* out, const T* q, const T* cache, const int32_t* query_start, const int32_t* seq_lens,   \
+      const int32_t* block_table, int64_t requests, int64_t heads, int64_t kv_heads,             \
+      int64_t block_size, int64_t head_dim, int64_t table_stride, int64_t window, float scale) { \
+    trimaran::paged_attention<T>({out, q, cache, query_start, seq_lens, block_table, requests,   \
+                                  heads, kv_heads, block_size, head_dim, table_stride, window,   \
+                                  scale});                                                       \
   }
 TRIMARAN_EXPORT(trimaran::bf16, bf16)
 TRIMARAN_EXPORT(float, f32)

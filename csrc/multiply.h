@@ -5,6 +5,8 @@
 // operations over the depth, the same whatever the tile's height: rows do not feel their company.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 namespace trimaran {

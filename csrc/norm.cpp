@@ -67,14 +67,15 @@ void add_rms_norm(T* out, const T* x, float* residual, const float* post_weight,
 
 TRIMARAN_API int interface_version() { return trimaran::kInterfaceVersion; }
 
-#define TRIMARAN_EXPORT(T, suffix)                                                                 \
-  TRIMARAN_API void rms_norm_##suffix(T* out, const T* x, const float* weight, int64_t rows,         \
-                                    int64_t n, float eps) {                                        \
-    trimaran::rms_norm(out, x, weight, rows, n, eps);                                              \
-  }                                                                                                \
-  TRIMARAN_API void add_rms_norm_##suffix(T* out, const T* x, float* residual, const float* post_weight, \
-                                        const float* weight, int64_t rows, int64_t n, float eps) { \
-    trimaran::add_rms_norm(out, x, residual, post_weight, weight, rows, n, eps);                   \
+#define TRIMARAN_EXPORT(T, suffix)                                                           \
+  TRIMARAN_API void rms_norm_##suffix(T* out, const T* x, const float* weight, int64_t rows, \
+                                      int64_t n, float eps) {                                \
+    trimaran::rms_norm(out, x, weight, rows, n, eps);                                        \
+  }                                                                                          \
+  TRIMARAN_API void add_rms_norm_##suffix(T* out, const T* x, float* residual,               \
+                                          const float* post_weight, const float* weight,     \
+                                          int64_t rows, int64_t n, float eps) {              \
+    trimaran::add_rms_norm(out, x, residual, post_weight, weight, rows, n, eps);             \
   }
 TRIMARAN_EXPORT(trimaran::bf16, bf16)
 TRIMARAN_EXPORT(float, f32)

@@ -59,13 +59,13 @@ void qk_norm_rope_cache(T* q_out, const T* qkv, const float* q_weight, const flo
 }  // namespace
 }  // namespace trimaran
 
-#define TRIMARAN_EXPORT(T, suffix)                                                                 \
-  TRIMARAN_API void qk_norm_rope_cache_##suffix(                                                     \
-      T* q_out, const T* qkv, const float* q_weight, const float* k_weight, float eps,             \
-      const float* cos_sin, const int64_t* positions, T* kv_cache, const int64_t* slots,           \
-      int64_t tokens, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t dim) {          \
-    trimaran::qk_norm_rope_cache(q_out, qkv, q_weight, k_weight, eps, cos_sin, positions,          \
-                                 kv_cache, slots, tokens, heads, kv_heads, block_size, dim);       \
+#define TRIMARAN_EXPORT(T, suffix)                                                           \
+  TRIMARAN_API void qk_norm_rope_cache_##suffix(                                             \
+      T* q_out, const T* qkv, const float* q_weight, const float* k_weight, float eps,       \
+      const float* cos_sin, const int64_t* positions, T* kv_cache, const int64_t* slots,     \
+      int64_t tokens, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t dim) {    \
+    trimaran::qk_norm_rope_cache(q_out, qkv, q_weight, k_weight, eps, cos_sin, positions,    \
+                                 kv_cache, slots, tokens, heads, kv_heads, block_size, dim); \
   }
 TRIMARAN_EXPORT(trimaran::bf16, bf16)
 TRIMARAN_EXPORT(float, f32)

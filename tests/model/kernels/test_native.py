@@ -173,5 +173,7 @@ def test_attention_takes_a_wider_table(native):
     assert torch.equal(got, same)
 
 
-def test_a_head_size_beyond_the_kernel_is_served_by_the_reference(native):
-    check_attention(native, Shape(heads=2, kv_heads=1, head_dim=272), [(3, 20)])
+def test_a_head_size_beyond_the_kernel_is_served_by_the_reference(native, caplog):
+    for head_dim in (272, 40, 272):
+        check_attention(native, Shape(heads=2, kv_heads=1, head_dim=head_dim), [(3, 20)])
+    assert [record.message[:13] for record in caplog.records] == ["head size 272"]

@@ -9,6 +9,7 @@ made visible to them, so both share one thread pool. The number of threads is th
 """
 
 import ctypes
+import logging
 import platform
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from trimaran.model.kernels.base import AttentionMetadata
 from trimaran.model.kernels.torch_kernels import TorchKernels
 
+logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent / "_native"
 # Must equal kInterfaceVersion in csrc/simd.h: a library left by an older build is not called.
 INTERFACE_VERSION = 3
@@ -114,6 +116,7 @@ class NativeKernels:
         self._library.packed_linear_size.argtypes = [c_int64] * 2
         self._library.packed_linear_size.restype = c_int64
         self._reference = TorchKernels()
+        self._told_of_head_dim = False
 
     def _bind(self, name: str, argtypes: list) -> dict:
         functions = {}
@@ -232,6 +235,9 @@ class NativeKernels:
     ) -> torch.Tensor:
         tokens, heads, head_dim = q.shape
         if not _has_attention_for(head_dim):
+            if not self._told_of_head_dim:
+                logger.warning("head size %d: plain torch computes attention, slower", head_dim)
+                self._told_of_head_dim = True
             return self._reference.paged_attention(q, kv_cache, metadata, scale)
         _check(q, kv_cache)
         _, _, kv_heads, block_size, _ = kv_cache.shape
