@@ -94,6 +94,19 @@ def test_stream_and_whole_agree_for_chat_and_stop(tiny):
         assert joined == text[: text.index(stop)]
 
 
+def test_only_the_engine_holds_torch(tiny):
+    """Seen from outside, in the real processes: which of them have its libraries mapped."""
+    children = Path(f"/proc/{tiny.pid}/task/{tiny.pid}/children").read_text().split()
+    assert len(children) == 2
+    with_torch = [
+        Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        for pid in (str(tiny.pid), *children)
+        if "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    ]
+    assert len(with_torch) == 1
+    assert "engine-0" in with_torch[0]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything_in_order(tiny_model, number):
     with ServerProcess(tiny_model, "--distributed-executor-backend", "mock") as server:

@@ -24,6 +24,7 @@ from trimaran.launch.handshake import Handshake
 from trimaran.launch.links import ClientLinks
 from trimaran.launch.plan import EngineProcess
 from trimaran.launch.processes import ENGINE_ENTRY, CoreEngineProcManager, EngineId, child_failed
+from trimaran.launch.start_bar import StartBar
 from trimaran.messages import (
     EngineAddresses,
     EngineCoreReadyResponse,
@@ -172,6 +173,7 @@ class LaunchedEngines:
                 logger.exception("the engine monitor failed")
 
     def _watch_until_closed(self) -> None:
+        bar = StartBar()
         poller = Poller()
         for source in (_Descriptor(self._wake), *self._engines.sources):
             poller.register(source)
@@ -186,9 +188,13 @@ class LaunchedEngines:
                     self._engine_ended(end)
             if not self.ready.done():
                 self._engines.tick()
+                bar.update(*self._engines.handshake.progress)
                 if self._engines.handshake.complete:
+                    bar.close()
                     self._engines.log_phases()
                     self.ready.set_result(self._engines.handshake.responses)
+            else:
+                bar.close()
 
     def _engine_ended(self, end: EngineEnd) -> None:
         if self.ready.done():

@@ -99,10 +99,10 @@ class Handshake:
         return [engine.ready for engine in self._engines.values() if engine.ready is not None]
 
     @property
-    def progress(self) -> tuple[str, float]:
-        """(phase, percent) of the engine that is furthest behind."""
+    def progress(self) -> tuple[str, float, str]:
+        """(phase, percent, detail) of the engine that is furthest behind."""
         engine = min(self._engines.values(), key=lambda engine: engine.percent)
-        return engine.phase, engine.percent
+        return engine.phase, engine.percent, engine.detail
 
     def missing(self, now: float) -> str:
         """``"engine rank 0 (phase loading, 12 s)"``, one for each engine that is not ready."""

@@ -35,6 +35,7 @@ class ModelLocator:
     def __init__(self, model: ModelConfig, find: Callable[..., str] = locate) -> None:
         self.result: Future[str] = Future()
         self.share = 0.0  # of the bytes to download, 0 to 1
+        self.detail = ""  # "120 of 235 MiB file"
         self._model = model
         self._find = find
         self._done = os.eventfd(0, os.EFD_CLOEXEC)
@@ -56,5 +57,6 @@ class ModelLocator:
             self.result.set_exception(error)
         os.eventfd_write(self._done, 1)
 
-    def _on_progress(self, done: int, total: int, _file: str) -> None:
+    def _on_progress(self, done: int, total: int, file: str) -> None:
         self.share = done / total if total else 0.0
+        self.detail = f"{done >> 20} of {total >> 20} MiB {file}".rstrip()

@@ -31,6 +31,7 @@ from trimaran.launch.links import BoundLinks
 from trimaran.launch.model_locator import ModelLocator, locate
 from trimaran.launch.plan import plan_api_servers, plan_engines
 from trimaran.launch.processes import ENGINE_ENTRY, child_failed
+from trimaran.launch.start_bar import StartBar
 from trimaran.logging import configure
 from trimaran.messages import DeploymentState
 from trimaran.process.age import process_age_s
@@ -137,6 +138,7 @@ class Supervisor:
         self._phase_began = self._began
         self._state = DeploymentState(ready=False, phase="starting", percent=0.0)
         self._announced = False
+        self._bar = StartBar()
         self._poller = Poller()
         self._closers = contextlib.ExitStack()
         self._context = Context()
@@ -161,6 +163,7 @@ class Supervisor:
 
     def end(self, failure: TrimaranError | None = None) -> None:
         """End all children in order, within the time of --shutdown-grace-s."""
+        self._bar.close()
         self._set_state(
             ready=False,
             phase="failed" if failure else "ending",
@@ -259,9 +262,10 @@ class Supervisor:
     def _tick(self) -> None:
         if self._engines is None:
             self._set_state(percent=round(self._locator.share * _DOWNLOAD_PERCENT, 1))
+            self._bar.update(self._state.phase, self._state.percent, self._locator.detail)
         else:
             self._engines.tick()
-            phase, percent = self._engines.handshake.progress
+            phase, percent, detail = self._engines.handshake.progress
             begin = self._locator.share * _DOWNLOAD_PERCENT
             self._set_state(
                 ready=self._engines.handshake.complete,
@@ -269,6 +273,7 @@ class Supervisor:
                 percent=round(begin + percent * (100.0 - begin) / 100.0, 1),
             )
             if not self._announced:
+                self._bar.update(phase, self._state.percent, detail)
                 self._announce_ready()
         for server in self._api_servers:
             server.channel.flush()
@@ -278,6 +283,7 @@ class Supervisor:
         waiting = [server for server in self._api_servers if not server.channel.server_ready]
         if self._engines.handshake.complete and not waiting:
             self._announced = True
+            self._bar.close()
             self._phase_done("engines and API servers")
             self._engines.log_phases()
             phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._phases)
