@@ -223,6 +223,7 @@ def program(tmp_path, entry_point, *, wait, end):
     script.write_text(_PROGRAM.format(wait="client.wait_ready()" if wait else "", end=end))
     process = subprocess.Popen(
         [sys.executable, str(script), entry_point],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", os.getcwd()])},
     )
@@ -275,8 +276,8 @@ signal.pause()
 
 
 def test_the_end_of_the_program_is_the_end_of_its_engine(tmp_path):
-    process, engine = program(tmp_path, _RUNS, wait=True, end="")
-    process.communicate(timeout=TIMEOUT_S)
+    process, engine = program(tmp_path, _RUNS, wait=True, end="sys.stdin.readline()")
+    process.communicate(b"end\n", timeout=TIMEOUT_S)
     assert process.returncode == 0
     assert is_gone(engine)
 
