@@ -67,8 +67,9 @@ inline void product_tile(const T* x, const typename Held<T>::Element* panel, int
       left += load(bias, columns);
       if (columns > kLanes) right += load(bias + kLanes, columns - kLanes);
     }
-    store(row, left, columns);
-    if (columns > kLanes) store(row + kLanes, right, columns - kLanes);
+    // Rounded as T also where it is stored wider.
+    store(row, rounded(left, x), columns);
+    if (columns > kLanes) store(row + kLanes, rounded(right, x), columns - kLanes);
   }
 }
 
@@ -125,7 +126,7 @@ TRIMARAN_API int64_t packed_linear_size(int64_t n_size, int64_t k_size) {
   return trimaran::padded(n_size, trimaran::kColumns) * k_size;
 }
 
-#define TRIMARAN_EXPORT(T, suffix)                                                                \
+#define TRIMARAN_EXPORT(T, suffix)                                                           \
   TRIMARAN_API void pack_linear_##suffix(void* packed, const T* weight, int64_t n, int64_t k) {    \
     trimaran::pack<T>(static_cast<trimaran::Held<T>::Element*>(packed), weight, n, k);            \
   }                                                                                               \
@@ -133,6 +134,11 @@ TRIMARAN_API int64_t packed_linear_size(int64_t n_size, int64_t k_size) {
                                     int64_t rows, int64_t n, int64_t k) {                         \
     trimaran::product<T, T>(out, x, static_cast<const trimaran::Held<T>::Element*>(packed), bias, \
                             rows, n, k);                                                          \
+  }                                                                                               \
+  TRIMARAN_API void linear_wide_##suffix(float* out, const T* x, const void* packed,               \
+                                         const float* bias, int64_t rows, int64_t n, int64_t k) { \
+    trimaran::product<T, float>(out, x, static_cast<const trimaran::Held<T>::Element*>(packed),   \
+                                bias, rows, n, k);                                                \
   }
 TRIMARAN_EXPORT(trimaran::bf16, bf16)
 TRIMARAN_EXPORT(float, f32)

@@ -34,10 +34,10 @@ def plan_engines(config: EngineConfig) -> tuple[EngineProcess, ...]:
     """The engines of this node."""
     threads = config.executor.threads
     # Read by OpenMP when torch is imported, which is before the engine can set anything itself.
-    # Threads that wait sleep instead of spinning: the API server runs on the same cores, and a
-    # spinning thread takes from the one it waits for (docs/decisions/002-cpu-kernels.md).
-    # GOMP_SPINCOUNT, where a user sets it, has the last word.
-    env = {"OMP_WAIT_POLICY": "PASSIVE"}
+    # Threads that wait spin for microseconds, then sleep: the API server runs on the same cores,
+    # and a spinning thread takes from the one it waits for (docs/decisions/002-cpu-kernels.md).
+    # The count is GNU OpenMP's; other runtimes know the policy.
+    env = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
     if threads:
         env["OMP_NUM_THREADS"] = str(threads)
     return (EngineProcess(rank=0, env=env),)

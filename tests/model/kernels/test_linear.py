@@ -56,6 +56,9 @@ def test_product(make, dtype, rows, biased, in_features, out_features):
     x = torch.randn(rows, in_features).to(dtype)
     out = layer(x)
     assert out.dtype == dtype
+    wide = layer(x, wide=True)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide, out.float())
     exact = x.double() @ exact_weight.T + exact_bias
     rtol, atol = (2**-8, 1e-4) if dtype == torch.bfloat16 else (1e-5, 1e-4)
     torch.testing.assert_close(out.double(), exact, rtol=rtol, atol=atol)

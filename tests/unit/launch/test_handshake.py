@@ -61,7 +61,7 @@ def test_from_hello_to_ready(handshake):
     assert not handshake.complete
     handshake.receive(engine_identity(1), ready(1, 101))
     assert handshake.complete
-    assert handshake.progress [:2] == ("ready", 100.0)
+    assert handshake.progress[:2] == ("ready", 100.0)
     assert [response.rank for response in handshake.responses] == [0, 1]
     handshake.check_deadline(5000.0)
 
@@ -104,7 +104,7 @@ def test_progress_never_goes_back_or_above_everything(handshake):
     handshake.receive(engine_identity(1), ready(1, 101))
     for percent in (30.0, 20.0):
         handshake.receive(engine_identity(0), EngineProgress(0, 100, "loading", percent))
-    assert handshake.progress [:2] == ("loading", 30.0)
+    assert handshake.progress[:2] == ("loading", 30.0)
     handshake.receive(engine_identity(0), EngineProgress(0, 100, "loading", 1e9))
     assert handshake.progress[1] == 100.0
 

@@ -41,7 +41,9 @@ class Linear(Protocol):
     held_bytes: int  # what it keeps, the given weight included unless it was packed
     is_packed: bool  # it holds a copy of its own; the given weight may be dropped
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, *, wide: bool = False) -> torch.Tensor:
+        """``wide``: the same numbers as fp32, in memory that the next wide call may reuse."""
+        ...
 
 
 class Kernels(Protocol):

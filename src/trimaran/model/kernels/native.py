@@ -23,7 +23,7 @@ from trimaran.model.kernels.torch_kernels import TorchKernels
 logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent / "_native"
 # Must equal kInterfaceVersion in csrc/simd.h: a library left by an older build is not called.
-INTERFACE_VERSION = 3
+INTERFACE_VERSION = 4
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
 # Best first; the features are Linux's names in /proc/cpuinfo.
@@ -113,6 +113,7 @@ class NativeKernels:
         self._attention = self._bind("paged_attention", _ATTENTION)
         self._pack = self._bind("pack_linear", _PACK)
         self._linear = self._bind("linear", _LINEAR)
+        self._linear_wide = self._bind("linear_wide", _LINEAR)
         self._library.packed_linear_size.argtypes = [c_int64] * 2
         self._library.packed_linear_size.restype = c_int64
         self._reference = TorchKernels()
@@ -140,13 +141,24 @@ class NativeKernels:
         return packed
 
     def multiply_packed(
-        self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, out_features: int
+        self,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_features: int,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [T, in] -> [T, out]; ``bias`` fp32 [out]."""
+        """x [T, in] -> [T, out] in x's type, or into ``out`` fp32 [T, out]; ``bias`` fp32 [out]."""
         _check(x, packed, weight=bias)
         rows, in_features = x.shape
-        out = torch.empty((rows, out_features), dtype=x.dtype)
-        self._linear[x.dtype](
+        function = self._linear[x.dtype]
+        if out is None:
+            out = torch.empty((rows, out_features), dtype=x.dtype)
+        else:
+            assert out.shape == (rows, out_features), out.shape
+            _check(out, weight=out)
+            function = self._linear_wide[x.dtype]
+        function(
             out.data_ptr(), x.data_ptr(), packed.data_ptr(),
             None if bias is None else bias.data_ptr(), rows, out_features, in_features,
         )  # fmt: skip
@@ -264,12 +276,19 @@ class NativeLinear:
         # Lanes hold pairs of bf16; no model has odd sizes, but the layout must not assume it.
         self._pad = in_features % 2
         weight = F.pad(weight, (0, self._pad)) if self._pad else weight.contiguous()
+        self._wide = torch.empty((0, self._out_features))
         self._kernels = kernels
         self._packed = kernels.pack_linear(weight)
         self._bias = None if bias is None else bias.float().contiguous()
         self.held_bytes = self._packed.nbytes + (0 if self._bias is None else self._bias.nbytes)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, *, wide: bool = False) -> torch.Tensor:
         if self._pad:
             x = F.pad(x, (0, self._pad))
-        return self._kernels.multiply_packed(x, self._packed, self._bias, self._out_features)
+        out = None
+        if wide:
+            # Logits of a batch are tens of megabytes: new memory each step costs more than they do.
+            if self._wide.shape[0] < x.shape[0]:
+                self._wide = torch.empty((x.shape[0], self._out_features))
+            out = self._wide[: x.shape[0]]
+        return self._kernels.multiply_packed(x, self._packed, self._bias, self._out_features, out)

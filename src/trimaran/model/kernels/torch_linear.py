@@ -23,10 +23,10 @@ class TorchLinear:
         self._bias = bias
         self._weight = _pack(weight) if self.is_packed else weight
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.is_packed:
-            return _packed_product(x, self._weight, self._bias)
-        return F.linear(x, self._weight, self._bias)
+    def __call__(self, x: torch.Tensor, *, wide: bool = False) -> torch.Tensor:
+        multiply = _packed_product if self.is_packed else F.linear
+        out = multiply(x, self._weight, self._bias)
+        return out.float() if wide else out
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ class CausalLM(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden_size] -> fp32 [R, vocab_size]"""
+        """[R, hidden_size] -> fp32 [R, vocab_size], in memory that the next call may reuse."""
         ...
 
 
@@ -107,4 +107,4 @@ class DecoderForCausalLM(ABC):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See CausalLM."""
-        return self._head(hidden).float()
+        return self._head(hidden, wide=True)
