@@ -1,4 +1,4 @@
-"""Whole deployments, started by the command line as a user does, one for all tests of a session."""
+"""Whole deployments, started by the command line as a user does, one for all tests of a file."""
 
 import time
 
@@ -14,13 +14,13 @@ def tiny_model(tmp_path_factory):
     return str(write_tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tiny(tiny_model):
     with ServerProcess(tiny_model, "--served-model-name", "tiny", "--dtype", "float32") as server:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def demo():
     with ServerProcess("demo") as server:
         yield server

@@ -57,7 +57,7 @@ class PagedRun:
         metadata = [kinds[kind] for kind in self.model.architecture.layer_types]
         with torch.inference_mode():
             hidden = self.model.forward(tokens, positions, self._caches, metadata)
-            logits = self.model.logits(hidden)
+            logits = self.model.logits(hidden).clone()  # its memory is reused
         for request, chunk in chunks.items():
             self.lengths[request] += len(chunk)
         return list(logits.split([len(chunk) for chunk in chunks.values()]))
