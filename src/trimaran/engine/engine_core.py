@@ -57,7 +57,9 @@ class EngineCore:
         *,
         clock: Clock = SYSTEM_CLOCK,
         on_progress: ProgressCallback = _no_progress,
+        num_engines_on_host: int = 1,
     ) -> None:
+        self._num_engines_on_host = num_engines_on_host
         self._executor = executor
         self._clock = clock
         self.phases: list[tuple[str, float]] = []  # of start-up, in seconds
@@ -78,7 +80,9 @@ class EngineCore:
 
         self.facts = self._executor.load(on_progress)
         phase_done("loading")
-        self.kv_config, self.max_model_len = plan_kv_cache(self.facts, config)
+        self.kv_config, self.max_model_len = plan_kv_cache(
+            self.facts, config, num_engines_on_host=self._num_engines_on_host
+        )
         self._executor.initialize_kv_cache(self.kv_config)
         phase_done("KV cache")
         self._executor.warm_up(on_progress)

@@ -112,7 +112,11 @@ class EngineCoreProc:
         executor = make_executor(self._spec.config)  # imports torch where it needs it
         importing = self._clock.monotonic() - began
         self._core = EngineCore(
-            self._spec.config, executor, clock=self._clock, on_progress=self._launcher.progress
+            self._spec.config,
+            executor,
+            clock=self._clock,
+            on_progress=self._launcher.progress,
+            num_engines_on_host=self._spec.num_engines_on_host,
         )
         return self._core.ready_response(
             self._spec.rank,

@@ -20,6 +20,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int  # tells this life of the rank from the ones before
     handshake_address: str
     spawned_at: float  # wall seconds at which the launcher decided to start it
+    num_engines_on_host: int = 1  # that share this host's free memory
 
 
 def fingerprint(config: EngineConfig) -> str:

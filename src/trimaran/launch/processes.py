@@ -44,6 +44,7 @@ class CoreEngineProcManager:
                     incarnation=new_incarnation(),
                     handshake_address=handshake_address,
                     spawned_at=clock.wall(),
+                    num_engines_on_host=len(plan),
                 )
                 child = spawn(entry, spec, name=process.name, env=process.env)
                 self.engines[child] = EngineId(spec.rank, spec.incarnation)

@@ -93,12 +93,14 @@ def longest_fit(layout: KVCacheLayout, num_blocks: int, max_chunk: int, limit: i
     return low
 
 
-def plan_kv_cache(facts: ModelFacts, config: EngineConfig) -> tuple[KVCacheConfig, int]:
+def plan_kv_cache(
+    facts: ModelFacts, config: EngineConfig, *, num_engines_on_host: int = 1
+) -> tuple[KVCacheConfig, int]:
     """(size of the KV cache, max_model_len) for a loaded model.
 
     Without --kv-cache-memory-bytes it takes what max_num_seqs sequences of full length could use
-    at most, and never more than the given share of the free memory. A length that was left open
-    is fitted to the cache.
+    at most, and never more than the given share of the free memory, which all engines of this host
+    divide among them. A length that was left open is fitted to the cache.
 
     Raises ConfigError: the length does not suit the model or the cache; says what would.
     """
@@ -115,7 +117,8 @@ def plan_kv_cache(facts: ModelFacts, config: EngineConfig) -> tuple[KVCacheConfi
     budget = config.cache.kv_cache_memory_bytes
     if budget is None:
         most = config.scheduler.max_num_seqs * (one - layout.bytes_per_block)
-        available = int(facts.available_kv_bytes * config.cache.kv_cache_memory_fraction)
+        share = config.cache.kv_cache_memory_fraction / num_engines_on_host
+        available = int(facts.available_kv_bytes * share)
         budget = min(available, most + layout.bytes_per_block)
     num_blocks = budget // layout.bytes_per_block
     fitted = longest_fit(layout, num_blocks, max_chunk, target)

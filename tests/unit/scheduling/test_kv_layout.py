@@ -119,6 +119,8 @@ def test_cache_is_what_could_be_used_at_most():
 
 def test_cache_takes_half_of_free_memory_at_most():
     kv, length = plan_kv_cache(facts(available=200 << 10), config())
+    shared, _ = plan_kv_cache(facts(available=400 << 10), config(), num_engines_on_host=2)
+    assert shared == kv
     assert (kv.num_blocks, length) == (100, 1024)
 
 
