@@ -285,13 +285,16 @@ def test_the_end_of_the_program_is_the_end_of_its_engine(tmp_path):
 def test_ctrl_c_is_the_parents_alone(tmp_path):
     end = """
 from trimaran.messages import Ping
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a script started us with "&"
 try:
+    print("waiting", flush=True)
     signal.pause()
 except KeyboardInterrupt:
     print(client.control(Ping())[0].step)
 """
     process, engine = program(tmp_path, _RUNS, wait=True, end=end)
     assert os.getpgid(engine) != os.getpgid(process.pid)  # the terminal's Ctrl-C goes to a group
+    assert process.stdout.readline() == b"waiting\n"
     os.kill(engine, signal.SIGINT)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=TIMEOUT_S)
