@@ -67,9 +67,8 @@ inline void product_tile(const T* x, const typename Held<T>::Element* panel, int
       left += load(bias, columns);
       if (columns > kLanes) right += load(bias + kLanes, columns - kLanes);
     }
-    // Rounded as T also where it is stored wider.
-    store(row, rounded(left, x), columns);
-    if (columns > kLanes) store(row + kLanes, rounded(right, x), columns - kLanes);
+    store(row, left, columns);
+    if (columns > kLanes) store(row + kLanes, right, columns - kLanes);
   }
 }
 

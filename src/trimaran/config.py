@@ -7,6 +7,7 @@ written back here; it travels in EngineCoreReadyResponse.
 Precedence: flag > environment (TRIMARAN_<FIELD>) > --config file > default.
 """
 
+import difflib
 import os
 import types
 from collections.abc import Iterator, Mapping
@@ -182,7 +183,13 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, _help("seconds for all engines to become ready", gt=0, le=86400)
     ] = 600.0
     shutdown_grace_s: Annotated[
-        float, _help("seconds that children get to end before they are killed", gt=0, le=600)
+        float,
+        _help(
+            "seconds to end: running requests get half of them and then an error, children that"
+            " have not ended by then are killed",
+            gt=0,
+            le=600,
+        ),
     ] = 4.0
 
 
@@ -327,15 +334,24 @@ def resolve(
             if value is not None:
                 sections.setdefault(field.section, {})[field.name] = _convert(field, value, source)
                 break
-    for unknown, source in ((from_flags, "flag"), (from_file, f"key of {file}")):
-        if unknown:
-            raise ConfigError(f"unknown {source}: {', '.join(sorted(unknown))}")
+    _refuse_unknown("setting", list(from_flags), [field.name for field in fields()])
+    _refuse_unknown(f"key of {file}", list(from_file), [field.name for field in fields()])
+    ours = [name for name in environment if name.startswith(ENV_PREFIX)]
+    known = [field.env for field in fields()]
+    _refuse_unknown("environment variable", [n for n in ours if n not in known], known)
     return Config(
         **{
             section.name: section.type(**sections.get(section.name, {}))
             for section in msgspec.structs.fields(Config)
         }
     )
+
+
+def _refuse_unknown(what: str, unknown: list[str], known: list[str]) -> None:
+    if unknown:
+        nearest = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
+        hint = f"; did you mean {nearest[0]}?" if nearest else "; docs/flags.md has them all"
+        raise ConfigError(f"unknown {what}: {', '.join(sorted(unknown))}{hint}")
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -319,3 +319,5 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     logprobs: list[TokenLogprobs | None] | None = None
     # request id -> positions computed in this step: row i is for prompt token num_computed + 1 + i
     prompt_logprobs: dict[str, TokenLogprobs] = {}
+    # request id -> why it cannot go on; whatever was sampled for it is void
+    errors: dict[str, str] = {}

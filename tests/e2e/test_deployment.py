@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from trimaran.bench.server_process import ServerProcess
+from trimaran.bench.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.timeout(180)
 GOOD = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
@@ -42,6 +44,8 @@ def post(server, body, path="/v1/completions"):
         ({"stop_token_ids": [99999999]}, 400, "stop_token_ids"),
         ({"logit_bias": {"99999999": -100}}, 400, "logit_bias"),
         ({"suffix": "x"}, 400, "suffix"),
+        ({"prompt": "hello " * 1_500_000}, 400, "prompt"),
+        ({"allowed_token_ids": [1], "min_tokens": 2}, 400, "allowed_token_ids"),
     ],
 )
 def test_bad_input_is_named_and_the_next_request_works(tiny, change, status, param):
@@ -107,7 +111,7 @@ def test_only_the_engine_holds_torch(tiny):
     assert "engine-0" in with_torch[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_everything_in_order(tiny_model, number):
     with ServerProcess(tiny_model, "--distributed-executor-backend", "mock") as server:
         pids = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _in_tree(
@@ -127,6 +131,22 @@ def _in_tree(pid, root):
         except (FileNotFoundError, ProcessLookupError):
             return False
     return pid == root
+
+
+def test_damaged_weights_fail_requests_and_not_the_server(tmp_path):
+    folder = write_tiny_model(tmp_path / "damaged")
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    [size] = struct.unpack_from("<Q", data)
+    begin, end = json.loads(data[8 : 8 + size])["model.norm.weight"]["data_offsets"]
+    nan = b"\xc0\x7f" * ((end - begin) // 2)
+    file.write_bytes(data[: 8 + size + begin] + nan + data[8 + size + end :])
+    with ServerProcess(str(folder), "--served-model-name", "tiny") as server:
+        for stream in (False, True):
+            answer = post(server, {**GOOD, "stream": stream})
+            assert "not numbers" in answer.text
+            assert '"finish_reason":"' not in answer.text
+        assert httpx.get(server.url + "/health", timeout=10).status_code == 200
 
 
 def test_a_killed_engine_ends_the_deployment_with_its_cause(tiny_model, tmp_path):

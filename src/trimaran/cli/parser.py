@@ -136,7 +136,21 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
             "; ".join(_advice(item) for item in unknown if item.startswith("-"))
             or (f"unexpected argument {unknown[0]!r}; see `trimaran --help`")
         )
+    _check_lists(arguments)
     return arguments
+
+
+def _check_lists(arguments: argparse.Namespace) -> None:
+    """A flag that takes several values also takes a MODEL behind it: ask rather than guess."""
+    if getattr(arguments, "model", "") is not None:
+        return
+    for field in fields():
+        values = getattr(arguments, field.name, None)
+        if field.is_list and values is not None and len(values) > 1:
+            shown = "its values" if field.is_secret else " ".join(values)
+            raise ConfigError(
+                f"{field.flag} took {shown}, and MODEL is missing: put MODEL before the flags"
+            )
 
 
 def _advice(flag: str) -> str:

@@ -23,6 +23,7 @@ from trimaran.formats.checkpoint import ModelSource
 from trimaran.ids import external_id
 from trimaran.messages import ControlOperation
 from trimaran.sampling_params import SamplingParams
+from trimaran.text.bounded import refuse_too_long
 from trimaran.text.chat_encoding import encode_chat
 from trimaran.text.chat_template import ChatTemplate
 from trimaran.text.tokenizer import Tokenizer
@@ -101,11 +102,22 @@ class AsyncLLM:
         self.is_ready = True
 
     async def encode(
-        self, text: str, *, add_special_tokens: bool = True, allow_special: bool = False
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        allow_special: bool = False,
+        most_tokens: int | None = None,
     ) -> list[int]:
-        """Token ids of ``text``; long texts are tokenised off the event loop."""
+        """Token ids of ``text``; long texts are tokenised off the event loop.
+
+        Raises InvalidRequestError: it surely has more than ``most_tokens`` (default: the model's
+        limit); one that is only a little too long is returned whole.
+        """
+        most = most_tokens or self.max_model_len
 
         def encode() -> list[int]:
+            refuse_too_long(self.tokenizer, text, most, param="prompt")
             return self.tokenizer.encode(
                 text, add_special_tokens=add_special_tokens, allow_special=allow_special
             )
@@ -127,7 +139,10 @@ class AsyncLLM:
         chosen = template or self.chat_template
         if chosen is None:
             raise InvalidRequestError("this model has no chat template", param="messages")
-        return await self._in_pool(lambda: encode_chat(self.tokenizer, chosen, messages, **options))
+        most = self.max_model_len
+        return await self._in_pool(
+            lambda: encode_chat(self.tokenizer, chosen, messages, most_tokens=most, **options)
+        )
 
     async def _in_pool(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

@@ -37,6 +37,9 @@ class InputProcessor:
     ) -> None:
         self._tokenizer = tokenizer
         self._generation = source.generation
+        rows = source.architecture.vocab_size
+        # An id that the model has no row for never comes, and must not be looked up.
+        self._eos_token_ids = [i for i in source.generation.eos_token_ids if 0 <= i < rows]
         self._clock = clock
         # With a server seed the sequence of per-request seeds repeats from start to start; without
         # one it comes from the system. Never from the global random state.
@@ -70,13 +73,14 @@ class InputProcessor:
             params, seed=self._seed() if params.seed is None else params.seed, max_tokens=max_tokens
         )
         bad_words = self._bad_words(params)
+        self._check_something_is_allowed(params, bad_words)
         arrival = self._clock.wall()
         return [
             EngineCoreRequest(
                 request_id=unique_id(),
                 prompt_token_ids=prompt_token_ids,
                 sampling_params=params,
-                eos_token_ids=list(self._generation.eos_token_ids),
+                eos_token_ids=self._eos_token_ids,
                 choice_index=index,
                 priority=priority,
                 arrival_time=arrival,
@@ -89,6 +93,8 @@ class InputProcessor:
 
     def _check_lengths(self, prompt: list[int], params: SamplingParams) -> int:
         limit, length = self.max_model_len, len(prompt)
+        if not isinstance(prompt, list) or not all(type(token_id) is int for token_id in prompt):
+            raise InvalidRequestError("a prompt is a text or a list of token ids", param="prompt")
         if not prompt:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
@@ -120,6 +126,22 @@ class InputProcessor:
                 f"min_tokens ({params.min_tokens}) is above what fits ({room})", param="min_tokens"
             )
         return room
+
+    def _check_something_is_allowed(
+        self, params: SamplingParams, bad_words: list[list[int]]
+    ) -> None:
+        """Where only some tokens are allowed, the bans must leave one of them."""
+        if params.allowed_token_ids is None:
+            return
+        banned = {sequence[0] for sequence in bad_words if len(sequence) == 1}
+        if params.min_tokens:
+            banned.update(self._eos_token_ids, params.stop_token_ids)
+        if banned.issuperset(params.allowed_token_ids):
+            raise InvalidRequestError(
+                "bad_words, or min_tokens with the tokens that end a text, ban every token of"
+                " allowed_token_ids",
+                param="allowed_token_ids",
+            )
 
     def _seed(self) -> int:
         return self._seeds.getrandbits(63) if self._seeds else secrets.randbits(63)

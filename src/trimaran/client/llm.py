@@ -54,7 +54,7 @@ class LLM:
         stderr (default: where that is a terminal).
         Raises InvalidRequestError: a prompt or parameter is wrong; nothing is left running.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, str) or (prompts and type(prompts[0]) is int):
             batch: list[Prompt] = [prompts]  # type: ignore[list-item]
         else:
             batch = list(prompts)  # type: ignore[arg-type]

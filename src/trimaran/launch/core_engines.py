@@ -124,6 +124,15 @@ class CoreEngines:
         for response in self.handshake.responses:
             phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in response.phases)
             logger.info("engine rank %d started: %s", response.rank, phases)
+            logger.info(
+                "engine rank %d: up to %d tokens a sequence, KV cache of %d blocks of %d tokens"
+                " (at most %d MiB, taken as it is used)",
+                response.rank,
+                response.max_model_len,
+                response.num_kv_blocks,
+                response.block_size,
+                response.kv_cache_bytes >> 20,
+            )
 
     def close(self, grace_s: float | None = None) -> None:
         """End the processes; returns when none is left. Idempotent."""

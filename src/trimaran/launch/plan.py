@@ -37,7 +37,7 @@ def plan_engines(config: EngineConfig) -> tuple[EngineProcess, ...]:
     # Threads that wait spin for microseconds, then sleep: the API server runs on the same cores,
     # and a spinning thread takes from the one it waits for (docs/decisions/002-cpu-kernels.md).
     # The count is GNU OpenMP's; other runtimes know the policy.
-    env = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
+    env = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
     if threads:
         env["OMP_NUM_THREADS"] = str(threads)
     return (EngineProcess(rank=0, env=env),)

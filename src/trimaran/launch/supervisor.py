@@ -46,6 +46,7 @@ _DOWNLOAD_PERCENT = 50.0
 # Beyond the engines' deadline: an API server connects when they are ready.
 _API_SERVER_EXTRA_S = 30.0
 _MAX_FAILURE_CHARS = 4096
+_EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 class _SecondSignalError(BaseException):
@@ -87,9 +88,9 @@ def serve(
 
 
 class SignalInbox:
-    """SIGINT and SIGTERM: the first is kept and makes this readable, the second is raised."""
+    """SIGINT, SIGTERM, SIGHUP: the first is kept and makes this readable, the second is raised."""
 
-    _NUMBERS = (signal.SIGINT, signal.SIGTERM)
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # HUP: the terminal was closed
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -158,6 +159,7 @@ class Supervisor:
         while signals.received is None:
             self._handle([source for source in self._poller.poll(TICK_S) if source is not signals])
             self._tick()
+        self._bar.close()
         logger.info("%s: ending", signal.Signals(signals.received).name)
         self.end()
 
@@ -209,6 +211,10 @@ class Supervisor:
             self._poller.register(api.child)
             self._poller.register(api.channel)
         logger.info("listening on %s", self._url)
+        if server.host in _EVERY_ADDRESS and not (server.api_key or server.api_key_file):
+            logger.warning(
+                "anybody who reaches this machine may use it: set --api-key, or listen on 127.0.0.1"
+            )
         self._locator = ModelLocator(self._config.model, self._find_model)
         self._closers.callback(self._locator.close)
         self._poller.register(self._locator)

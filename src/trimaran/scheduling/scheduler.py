@@ -326,6 +326,8 @@ class Scheduler:
         if output.prompt_logprobs:
             self._gather_prompt_logprobs(plan.step, output.prompt_logprobs)
         outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
+        for request_id, error in output.errors.items():
+            self._fail(request_id, error, plan.step, outputs)
         any_ended = False
         requests, step = self._requests, plan.step
         for request_id, sampled, logprobs in zip(
@@ -353,6 +355,24 @@ class Scheduler:
         if any_ended:
             self._running.items = [r for r in self._running.items if r.finish_reason is None]
         return outputs
+
+    def _fail(
+        self,
+        request_id: str,
+        error: str,
+        step: int,
+        outputs: defaultdict[int, list[EngineCoreOutput]],
+    ) -> None:
+        """End one request with an error; the batch goes on."""
+        request = self._requests.get(request_id)
+        if request is None or request.entered_step > step:
+            return
+        index = len(request.token_ids) - request.prompt_len
+        outputs[request.source.client_index].append(
+            EngineCoreOutput(request_id, index, [], FinishReason.ERROR, error=error)
+        )
+        self._running.remove(request)
+        self._end(request, FinishReason.ERROR)
 
     def _check_end(self, request: Request, news: EngineCoreOutput) -> bool:
         token = news.new_token_ids[0]

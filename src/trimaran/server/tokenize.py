@@ -13,6 +13,9 @@ from trimaran.server.openai.logprobs import token_text
 from trimaran.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from trimaran.server.state import ServerState
 
+# Texts longer than the model takes may be counted too, but not without end.
+_MOST_LIMITS = 8
+
 
 class ServingTokenization:
     """The routes."""
@@ -35,6 +38,7 @@ class ServingTokenization:
                 body.prompt or "",
                 add_special_tokens=adds_special,
                 allow_special=bool(body.allow_special_tokens),
+                most_tokens=_MOST_LIMITS * llm.max_model_len,
             )
         else:
             token_ids = await encode(self._state, llm, body, add_special_tokens=adds_special)

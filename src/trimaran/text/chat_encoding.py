@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trimaran.text.bounded import refuse_too_long
 from trimaran.text.chat_template import ChatTemplate
 from trimaran.text.tokenizer import Tokenizer
 
@@ -23,15 +24,23 @@ def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_special_tokens: bool = False,
+    most_tokens: int | None = None,
     **options: Any,
 ) -> list[int]:
     """The prompt's ids. ``options`` are those of ``ChatTemplate.render``.
 
     ``add_special_tokens``: let the tokenizer put its start token before what the template wrote.
-    Raises InvalidRequestError: the template refused the messages.
+    Raises InvalidRequestError: the template refused the messages, or what it wrote surely has more
+    than ``most_tokens``.
     """
+    if most_tokens is not None:
+        for message in messages:
+            if isinstance(content := message.get("content"), str):
+                refuse_too_long(tokenizer, content, most_tokens, param="messages")
     shield = _Shield(tokenizer)
     text = template.render([shield.cover(message) for message in messages], **options)
+    if most_tokens is not None:
+        refuse_too_long(tokenizer, text, most_tokens, param="messages")
     parts = shield.split(text)
     ids: list[int] = []
     for place, part in enumerate(parts):

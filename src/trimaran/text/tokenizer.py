@@ -8,6 +8,7 @@ by client/ and server/, from any thread.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import tempfile
@@ -97,6 +98,11 @@ class Tokenizer:
         self._lock = threading.Lock()
         self._bytes: dict[int, bytes] = {}
         self._texts = {skip: TokenTexts(self, skip_special_tokens=skip) for skip in (False, True)}
+
+    @functools.cached_property
+    def longest_token_bytes(self) -> int:
+        """Of any token; computed at the first use."""
+        return max(len(self.token_bytes(token_id)) for token_id in range(self.vocab_size))
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, allow_special: bool = False

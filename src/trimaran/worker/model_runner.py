@@ -62,7 +62,9 @@ class ModelRunner:
                 [step.metadata[group] for group in self._group_of_layer],
             )
             prompt_logprobs = self._prompt_logprobs(plan, step, hidden)
-            return self._sample(step, hidden, prompt_logprobs)
+            output = self._sample(step, hidden, prompt_logprobs)
+            output.errors = _not_finite(plan, step, hidden)
+            return output
 
     def _apply(self, plan: SchedulerOutput) -> None:
         for request_id in plan.left_request_ids:
@@ -140,3 +142,13 @@ class ModelRunner:
 def _rows_of(hidden: torch.Tensor, places: np.ndarray) -> torch.Tensor:
     """Rows at ``places``, ascending; no copy where that is all of them."""
     return hidden if len(places) == len(hidden) else hidden[torch.from_numpy(places)]
+
+
+def _not_finite(plan: SchedulerOutput, step: StepInputs, hidden: torch.Tensor) -> dict[str, str]:
+    """Requests whose last hidden state holds NaN or infinities: no token follows from it."""
+    last = torch.from_numpy(step.query_start[1:] - 1)
+    broken = ~torch.isfinite(hidden[last]).all(-1)
+    if not bool(broken.any()):
+        return {}
+    text = "the model computed values that are not numbers: its weights may be damaged"
+    return {plan.request_ids[index]: text for index in broken.nonzero().flatten().tolist()}

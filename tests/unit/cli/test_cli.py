@@ -72,6 +72,23 @@ def test_a_wrong_flag_is_named(argv, words):
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name", "--allowed-origins"])
+def test_a_list_does_not_swallow_the_model(flag):
+    with pytest.raises(ConfigError, match=f"{flag} took .* put MODEL before the flags"):
+        config_of(flag, "one", "my-model", "--port", "0")
+    assert config_of("my-model", flag, "one", "two").model.model == "my-model"
+    assert config_of(flag, "one").model.model == "demo"
+
+
+def test_a_misspelt_variable_or_key_names_its_neighbour(tmp_path):
+    with pytest.raises(ConfigError, match=r"TRIMARAN_PROT.*TRIMARAN_PORT"):
+        config_of("demo", environment={"TRIMARAN_PROT": "1"})
+    file = tmp_path / "serve.yaml"
+    file.write_text("max_num_seq: 1\n")
+    with pytest.raises(ConfigError, match=r"max_num_seq.*max_num_seqs"):
+        config_of("demo", "--config", str(file))
+
+
 def test_a_wrong_file_or_variable_is_named(tmp_path):
     file = tmp_path / "serve.yaml"
     file.write_text("prot: 1\n")

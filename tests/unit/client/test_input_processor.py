@@ -48,6 +48,8 @@ def make(inputs, prompt=(5, 6, 7), **params):
         ({"allowed_token_ids": ()}, "allowed_token_ids"),
         ({"allowed_token_ids": (2048,)}, "allowed_token_ids"),
         ({"bad_words": (" ",)}, "bad_words"),
+        ({"allowed_token_ids": (1,), "min_tokens": 2}, "allowed_token_ids"),
+        ({"allowed_token_ids": (7,), "stop_token_ids": (7,), "min_tokens": 2}, "allowed_token_ids"),
         ({"seed": 1 << 64}, "seed"),
     ],
 )
@@ -58,7 +60,7 @@ def test_a_parameter_outside_its_range_is_named(inputs, params, field):
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("prompt", [[], [-1], [2048], [5, 1 << 40]])
+@pytest.mark.parametrize("prompt", [[], [-1], [2048], [5, 1 << 40], [[5]], [None], ["x"], [True]])
 def test_a_wrong_prompt_is_named(inputs, prompt):
     with pytest.raises(InvalidRequestError) as caught:
         make(inputs, prompt)

@@ -520,3 +520,19 @@ def test_outputs_go_to_the_client_that_asked():
         0: ["c0"],
         3: ["c3"],
     }
+
+
+def test_one_request_that_cannot_go_on_ends_alone():
+    box = Box()
+    broken, whole = (box.add(make_request(name, 5, 4)) for name in ("a", "b"))
+    plan = box.scheduler.schedule()
+    output = box.executor.execute(plan)
+    output.errors = {"a": "not a number", "unknown": "nobody's"}
+    for news in box.scheduler.update(plan, output)[0]:
+        (broken if news.request_id == "a" else whole).take(news, plan.step, 0)
+    assert broken.finish_reason is FinishReason.ERROR
+    assert broken.outputs[-1].error == "not a number"
+    assert broken.tokens == []
+    box.run()
+    assert len(whole.tokens) == 4
+    assert whole.finish_reason is FinishReason.LENGTH

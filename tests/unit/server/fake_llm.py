@@ -92,7 +92,9 @@ class FakeLLM:
         self.rendered: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
         self.resets = [True, True]  # what its two engines say of a reset
 
-    async def encode(self, text: str, **options: Any) -> list[int]:
+    async def encode(
+        self, text: str, *, most_tokens: int | None = None, **options: Any
+    ) -> list[int]:
         return self.tokenizer.encode(text, **options)
 
     async def encode_chat(

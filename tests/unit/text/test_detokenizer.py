@@ -55,7 +55,10 @@ def test_sentencepiece_is_sentencepieces_decode(
 ):
     size = sentencepiece_processor.get_piece_size()
     # SentencePiece writes " ⁇ " for an unknown piece; it is a special token here.
-    ids = [index for index in ids if index < size and index != sentencepiece_processor.unk_id()]
+    # Nor the byte token of a space: at the start, the tokenizers library and we strip it like any
+    # space, and SentencePiece keeps it.
+    left_out = (sentencepiece_processor.unk_id(), sentencepiece_processor.piece_to_id("<0x20>"))
+    ids = [index for index in ids if index < size and index not in left_out]
     # Special tokens are left out first, as the tokenizers library does: bytes on both sides join.
     visible = [index for index in ids if not sentencepiece_processor.is_control(index)]
     expected = sentencepiece_processor.decode(visible)

@@ -42,7 +42,8 @@ class Linear(Protocol):
     is_packed: bool  # it holds a copy of its own; the given weight may be dropped
 
     def __call__(self, x: torch.Tensor, *, wide: bool = False) -> torch.Tensor:
-        """``wide``: the same numbers as fp32, in memory that the next wide call may reuse."""
+        """``wide``: fp32, not rounded to x's type where the implementation can help it, in memory
+        that the next wide call may reuse."""
         ...
 
 

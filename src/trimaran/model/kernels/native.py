@@ -23,7 +23,7 @@ from trimaran.model.kernels.torch_kernels import TorchKernels
 logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent / "_native"
 # Must equal kInterfaceVersion in csrc/simd.h: a library left by an older build is not called.
-INTERFACE_VERSION = 4
+INTERFACE_VERSION = 5
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
 # Best first; the features are Linux's names in /proc/cpuinfo.

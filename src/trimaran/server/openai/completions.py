@@ -118,7 +118,7 @@ class _Completion:
         for prompt in body.prompts():
             if isinstance(prompt, str):
                 token_ids = await llm.encode(
-                    prompt,
+                    fitter.end_that_counts(prompt),
                     add_special_tokens=body.add_special_tokens is not False,
                     allow_special=bool(body.allow_special_tokens),
                 )

@@ -31,6 +31,11 @@ class PreparedPrompt:
     text: str | None  # as the client wrote it
 
 
+# Far more than any token's share of a text, so that what is cut before tokenising would have been
+# cut after it.
+_CHARS_PER_KEPT_TOKEN = 8
+
+
 class PromptFitter:
     """Cuts and checks the prompts of one HTTP request against the model's length limit."""
 
@@ -43,6 +48,12 @@ class PromptFitter:
         self._default_max_tokens = llm.source.generation.max_new_tokens
         self._num_choices = body.choices_per_prompt * num_prompts
         self._most_choice_tokens = state.config.server.max_total_choice_tokens
+
+    def end_that_counts(self, text: str) -> str:
+        """What truncate_prompt_tokens may leave of a text: all of it, or a generous end."""
+        if self._truncate is None:
+            return text
+        return text[-_CHARS_PER_KEPT_TOKEN * self._limit :]
 
     def fit(
         self,
