@@ -112,7 +112,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Annotated[int, _help("most sequences in a batch", ge=1, le=4096)] = 256
     max_num_batched_tokens: Annotated[
         int, _help("token budget of one step: decodes first, then prompt chunks", ge=1, le=1 << 20)
-    ] = 1024
+    ] = 512
     long_prefill_token_threshold: Annotated[
         int,
         _help(

@@ -29,7 +29,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path):
     assert config.server.port == 5
     assert config.scheduler.max_num_seqs == 4
     assert config.server.host == "file"
-    assert config.scheduler.max_num_batched_tokens == 1024
+    assert config.scheduler.max_num_batched_tokens == 512
 
 
 def test_values_of_every_kind():
