@@ -10,15 +10,18 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 from trimaran import __version__
+from trimaran.errors import InvalidRequestError
+from trimaran.ids import external_id
 from trimaran.server.admin import ServingAdmin
 from trimaran.server.auth import Access, KeyGuard, KeyRing
-from trimaran.server.errors import ErrorBoundary, answer_http_exception
+from trimaran.server.errors import ErrorBoundary, answer_http_exception, error_response
 from trimaran.server.health import ServingHealth
 from trimaran.server.openai.chat import OpenAIServingChat
 from trimaran.server.openai.completions import OpenAIServingCompletion
@@ -55,13 +58,26 @@ def build_app(state: ServerState, keys: KeyRing) -> FastAPI:
     app.add_middleware(ErrorBoundary)
     if origins := state.config.server.allowed_origins:
         app.add_middleware(
-            CORSMiddleware,
+            _Cors,
             allow_origins=origins,
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after"],
         )
     return app
+
+
+class _Cors(CORSMiddleware):
+    """A refused preflight has the one error shape too."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        reason = InvalidRequestError(bytes(response.body).decode())
+        refusal = error_response(reason, external_id("req"))
+        refusal.headers["vary"] = response.headers.get("vary", "Origin")
+        return refusal
 
 
 class _Routes:

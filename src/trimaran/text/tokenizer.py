@@ -189,7 +189,7 @@ def load_tokenizer(files: TokenizerFiles, *, cache_dir: Path | None = None) -> T
     if files.gguf is not None:
         return _from_gguf(files, cache_dir)
     raise CheckpointError(
-        "the model has no tokenizer", hint="put its tokenizer.json into the model folder"
+        "the model's files have no tokenizer", hint="put its tokenizer.json into the model folder"
     )
 
 
