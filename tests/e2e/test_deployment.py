@@ -56,6 +56,14 @@ def test_bad_input_is_named_and_the_next_request_works(tiny, change, status, par
     assert post(tiny, GOOD).json()["usage"]["completion_tokens"] == 4
 
 
+def test_a_long_text_may_be_cut_to_its_end(tiny):
+    """Also where it would be refused whole: what is kept is what the last tokens say."""
+    text = "hello world " * 20_000 + "the end"
+    whole = post(tiny, {"model": "tiny", "prompt": text[-200:]}, "/tokenize").json()["tokens"]
+    body = {**GOOD, "prompt": text, "truncate_prompt_tokens": 8, "return_token_ids": True}
+    assert post(tiny, body).json()["choices"][0]["prompt_token_ids"] == whole[-8:]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("count", [1, 20])
 def test_clients_that_leave_are_aborted(tiny, wait_for_metrics, stream, count):

@@ -13,7 +13,7 @@ from trimaran.errors import ConfigError
 from trimaran.formats.checkpoint import ModelSource
 from trimaran.formats.hub import locate_model
 from trimaran.formats.model_source import open_model
-from trimaran.text.chat_template import ChatTemplate
+from trimaran.text.chat_template import ChatTemplate, choose_template
 from trimaran.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -49,7 +49,7 @@ def with_model_path(config: EngineConfig, path: Path) -> EngineConfig:
 def _chat_template(
     config: ModelConfig, source: ModelSource, tokenizer: Tokenizer
 ) -> ChatTemplate | None:
-    text = source.tokenizer.chat_template
+    text = choose_template(source.tokenizer, tools=False)
     if config.chat_template is not None:
         text = config.chat_template
         if "{" not in text:  # a path, then; a template without a single tag would be of no use

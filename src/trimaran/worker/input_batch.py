@@ -37,7 +37,6 @@ class InputBatch:
 
     def __init__(self, layout: KVCacheLayout, max_num_seqs: int) -> None:
         self._layout = layout
-        self._num_rows = max_num_seqs
         self._free_rows = list(range(max_num_seqs))[::-1]
         self._row_of: dict[str, int] = {}
         self._num_blocks = np.zeros((len(layout.groups), max_num_seqs), np.int64)

@@ -30,6 +30,7 @@ BOS, EOS = 256, 257
 class FakeTokenizer:
     bos_token_id, eos_token_id = BOS, EOS
     special_ids = frozenset({BOS, EOS})
+    longest_token_bytes = 5
 
     def __init__(self, *, adds_bos: bool = True) -> None:
         self.adds_bos = adds_bos

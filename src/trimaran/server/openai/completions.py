@@ -117,8 +117,10 @@ class _Completion:
         prepared = []
         for prompt in body.prompts():
             if isinstance(prompt, str):
+                end, most_tokens = fitter.end_that_counts(prompt)
                 token_ids = await llm.encode(
-                    fitter.end_that_counts(prompt),
+                    end,
+                    most_tokens=most_tokens,
                     add_special_tokens=body.add_special_tokens is not False,
                     allow_special=bool(body.allow_special_tokens),
                 )

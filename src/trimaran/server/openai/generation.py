@@ -31,11 +31,6 @@ class PreparedPrompt:
     text: str | None  # as the client wrote it
 
 
-# Far more than any token's share of a text, so that what is cut before tokenising would have been
-# cut after it.
-_CHARS_PER_KEPT_TOKEN = 8
-
-
 class PromptFitter:
     """Cuts and checks the prompts of one HTTP request against the model's length limit."""
 
@@ -43,17 +38,23 @@ class PromptFitter:
         self, state: ServerState, llm: AsyncLLM, body: GenerationBody, num_prompts: int
     ) -> None:
         self._limit = llm.max_model_len
+        self._tokenizer = llm.tokenizer
         self._vocab_size = llm.vocab_size
         self._truncate = body.truncate_prompt_tokens
         self._default_max_tokens = llm.source.generation.max_new_tokens
         self._num_choices = body.choices_per_prompt * num_prompts
         self._most_choice_tokens = state.config.server.max_total_choice_tokens
 
-    def end_that_counts(self, text: str) -> str:
-        """What truncate_prompt_tokens may leave of a text: all of it, or a generous end."""
+    def end_that_counts(self, text: str) -> tuple[str, int]:
+        """What truncate_prompt_tokens may leave of a text, and the most tokens to make of it.
+
+        Without it: all, and the model's limit. With it: as many characters as the longest tokens
+        could cover, so that whatever is cut here would have been cut from the tokens too.
+        """
         if self._truncate is None:
-            return text
-        return text[-_CHARS_PER_KEPT_TOKEN * self._limit :]
+            return text, self._limit
+        most_chars = self._limit * self._tokenizer.longest_token_bytes
+        return text[-most_chars:], most_chars
 
     def fit(
         self,
