@@ -3,6 +3,7 @@
 Owns: nothing but convenience over ``LLMEngine``.
 """
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -13,7 +14,7 @@ import msgspec
 from trimaran.client.llm_engine import LLMEngine
 from trimaran.client.outputs import RequestOutput
 from trimaran.config import resolve
-from trimaran.errors import InvalidRequestError
+from trimaran.errors import EngineDeadError, InvalidRequestError, UnavailableError
 from trimaran.ids import external_id
 from trimaran.sampling_params import RequestOutputKind, SamplingParams
 from trimaran.text.chat_encoding import encode_chat
@@ -113,7 +114,8 @@ class LLM:
                         progress.advance(item.num_generated_tokens)
         except BaseException:
             # Also Ctrl-C in a notebook: the next call must not meet this one's outputs.
-            self._engine.abort_request(ids)
+            with contextlib.suppress(EngineDeadError, UnavailableError):  # nothing to abort then
+                self._engine.abort_request(ids)
             raise
         return [results[request_id] for request_id in ids]
 

@@ -12,7 +12,7 @@ from trimaran.client.model_files import open_model_files, with_model_path
 from trimaran.client.output_processor import OutputProcessor, RequestStream
 from trimaran.client.outputs import RequestOutput
 from trimaran.config import EngineConfig
-from trimaran.errors import EngineDeadError, InvalidRequestError
+from trimaran.errors import EngineDeadError, InvalidRequestError, UnavailableError
 from trimaran.messages import ControlOperation
 from trimaran.sampling_params import SamplingParams
 
@@ -97,13 +97,14 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Wait for the engine's next message; what it brought, one item per request with news.
 
-        Raises EngineDeadError: the engine ended; every unfinished request is lost.
+        Raises EngineDeadError, UnavailableError: the engine ended, or was closed; every unfinished
+        request is lost.
         """
         if not self._streams:
             return []
         try:
             message = self._client.get_output()
-        except EngineDeadError as error:
+        except (EngineDeadError, UnavailableError) as error:
             self._outputs.fail_all(error)
             self._streams.clear()
             raise

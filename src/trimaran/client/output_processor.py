@@ -279,12 +279,12 @@ class OutputProcessor:
             self._report_finished(stream, "abort")
         return gone
 
-    def fail_all(self, error: Exception) -> None:
+    def fail_all(self, error: TrimaranError) -> None:
         """The engine is gone: every unfinished stream ends with its error."""
         streams = {id(choice.stream): choice.stream for choice in self._choices.values()}
         self._choices.clear()
         for stream in streams.values():
-            stream.fail(error)
+            stream.fail(error.again())  # raised in as many tasks as there are streams
 
     def process(self, message: EngineCoreOutputs) -> list[str]:
         """Take in one engine message; the internal ids to abort (ended by a stop string)."""
