@@ -151,7 +151,6 @@ _SYSTEM_HINTS = {
     errno.ENOMEM: "there is no memory left for another process",
     errno.EACCES: "set TMPDIR to a folder that can be written",
     errno.EROFS: "set TMPDIR to a folder that can be written",
-    errno.ENOENT: "set TMPDIR to a folder that can be written",
     errno.ENOSPC: "set TMPDIR to a folder on a device with room",
 }
 

@@ -110,7 +110,12 @@ class _OutputReader:
         self._thread = threading.Thread(
             target=self._read, name="process_outputs_socket", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._stop.close()
+            self._stopped.close()
+            raise
 
     def close(self) -> None:
         self._closing = True
