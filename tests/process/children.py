@@ -40,6 +40,7 @@ from trimaran.messages import (
 )
 
 POISON = 666  # a prompt token on which a step fails
+HANGS = "it hangs"
 FAULT = "TEST_FAULT"  # "where:how": the variable by which a test tells ``faulty`` what goes wrong
 
 
@@ -48,6 +49,11 @@ FAULT = "TEST_FAULT"  # "where:how": the variable by which a test tells ``faulty
 
 def _raise() -> None:
     raise ValueError("as it was told")
+
+
+def _hang() -> None:
+    Path("/proc/self/comm").write_text(HANGS)  # by which a test can tell
+    threading.Event().wait()
 
 
 def _limit_memory() -> None:
@@ -84,7 +90,7 @@ _HOW = {
     "abort": os.abort,
     "exit 0": lambda: os._exit(0),
     "exit 3": lambda: os._exit(3),
-    "hang": lambda: threading.Event().wait(),
+    "hang": _hang,
 }
 
 
@@ -117,12 +123,14 @@ class Faulty(MockExecutor):
 class FaultyContext(Context):
     """Of an engine that is built, and greets its front ends."""
 
+    handshake_address = ""
+
     def push(self, address: str) -> Socket:
         _fault("output links")
         return super().push(address)
 
     def dealer(self, address: str, identity: bytes) -> Socket:
-        if not address.endswith("handshake"):
+        if address != self.handshake_address:
             _fault("input links")
         return super().dealer(address, identity)
 
@@ -145,6 +153,7 @@ class FaultyEncoder(Encoder):
 def faulty(spec: EngineSpec) -> None:
     """An engine that works, but for what the environment says."""
     _fault("import")
+    FaultyContext.handshake_address = spec.handshake_address
     engine_core_proc.Context = FaultyContext
     request_receiver.Decoder = FaultyDecoder
     output_sender.Encoder = FaultyEncoder

@@ -1,14 +1,11 @@
 """Clients attached to engines that somebody else launched: two front ends of one engine."""
 
-import tempfile
-
 import pytest
 from tests.process.test_client_contract import collect, expected_tokens, request_for
 
 from trimaran.client.mp_sync import SyncMPClient
 from trimaran.config import EngineConfig, ExecutorConfig
 from trimaran.errors import DeadlineExceededError, EngineDeadError
-from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.sockets import Context
 from trimaran.launch.core_engines import launch_core_engines
 from trimaran.launch.links import BoundLinks
@@ -22,23 +19,20 @@ POISON = 666  # as in tests/process/children.py
 
 @pytest.fixture
 def links():
-    folder = PrivateFolder(tempfile.gettempdir())
-    bound = [BoundLinks.bind(folder, index, (0,)) for index in range(2)]
-    yield folder, [each.spec for each in bound]
+    bound = [BoundLinks.bind(index, (0,)) for index in range(2)]
+    yield [each.spec for each in bound]
     for each in bound:
         each.close()
-    folder.close()
 
 
 @pytest.fixture
 def clients(links):
-    folder, specs = links
+    specs = links
     context, deaths = Context(), []
     engines = launch_core_engines(
         CONFIG,
         plan_engines(CONFIG),
         specs,
-        folder,
         context,
         deaths.append,
         "tests.process.children:step_fails",
@@ -87,7 +81,7 @@ def while_outputs_come(client):
 
 
 def test_waiting_for_an_engine_that_never_comes_has_a_deadline(links):
-    _, specs = links
+    specs = links
     client = SyncMPClient(CONFIG, specs[0])
     with pytest.raises(DeadlineExceededError, match=r"not ready after 0\.2 s: engine rank 0"):
         client.wait_ready(0.2)

@@ -26,7 +26,6 @@ from trimaran.client.mp_sync import SyncMPClient
 from trimaran.errors import DeadlineExceededError, EngineDeadError
 from trimaran.ids import engine_identity
 from trimaran.ipc.codec import Encoder
-from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.sockets import Context, Sent
 from trimaran.launch.links import BoundLinks
 from trimaran.messages import (
@@ -250,8 +249,8 @@ class Peer:
 @pytest.fixture
 def two_ranks(drive):
     """two_ranks(client_type, policy) -> (driver, both peers, greeted)."""
-    context, folder = Context(), PrivateFolder()
-    bound = BoundLinks.bind(folder, 0, (0, 1))
+    context = Context()
+    bound = BoundLinks.bind(0, (0, 1))
     peers = [Peer(context, bound.spec, rank, 10 + rank) for rank in range(2)]
 
     def make(client_type, policy):
@@ -266,7 +265,6 @@ def two_ranks(drive):
         peer.close()
     context.close()
     bound.close()
-    folder.close()
 
 
 def take(driver):

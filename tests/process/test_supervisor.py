@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -211,13 +210,6 @@ def test_a_killed_supervisor_takes_its_children_along(serve):
     served.process.kill()
     wait_until(lambda: all(map(is_gone, pids.values())), 2.0, "the end of the children")
     served.end()
-    _remove_folder()
-
-
-def _remove_folder():
-    """A killed process cannot remove it; its successors do (tests/unit/ipc/test_folder.py)."""
-    for folder in Path(os.environ["TMPDIR"]).iterdir():
-        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("moment", ["the API server starts", "the engine loads"])
@@ -236,7 +228,6 @@ def test_a_supervisor_killed_while_real_children_start(serve, tmp_path, moment):
     served.process.kill()
     wait_until(lambda: all(map(is_gone, pids.values())), 2.0, "the end of the children")
     served.end()
-    _remove_folder()
 
 
 @pytest.mark.parametrize("lacks", ["a folder", "descriptors"])

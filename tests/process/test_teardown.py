@@ -32,7 +32,6 @@ from trimaran.client.mp_async import AsyncMPClient
 from trimaran.client.mp_sync import SyncMPClient
 from trimaran.engine.spec import EngineSpec
 from trimaran.errors import DeadlineExceededError, EngineDeadError, UnavailableError
-from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.listeners import Listener
 from trimaran.messages import Ping
 from trimaran.process.spawn import spawn
@@ -303,15 +302,6 @@ def test_a_program_that_ends_without_a_close(how):
         assert lines[-1] == "ValueError"
     else:
         assert lines == []
-    if how == "os._exit":  # no Python ran: the kernel ended the engine
-        _remove_what_the_killed_left()
-
-
-def _remove_what_the_killed_left():
-    """The next one that looks removes it, once it is old."""
-    for folder in Path(os.environ["TMPDIR"]).iterdir():
-        os.utime(folder, (0, 0))
-    SyncMPClient(mock_config(shutdown_grace_s=0.2)).shutdown()
 
 
 # ----------------------------------------------------- parents that are killed, forked, interrupted
@@ -356,7 +346,6 @@ def test_a_killed_parent_takes_its_engine_along(tmp_path, entry_point, wait):
     process.communicate()
     wait_until(lambda: is_gone(engine), 2.0, "the end of the engine")
     assert time.monotonic() - began < 2.0
-    _remove_what_the_killed_left()
 
 
 def test_a_fork_of_the_parent_keeps_no_engine_alive_and_ends_none(tmp_path):
@@ -372,12 +361,10 @@ signal.pause()
     process, engine = program(tmp_path, RUNS, wait=True, end=end)
     sleeper = int(process.stdout.readline())
     assert not is_gone(engine)
-    assert os.listdir(os.environ["TMPDIR"])  # nor does it remove the folder of sockets
     process.kill()
     wait_until(lambda: is_gone(engine), 2.0, "the end of the engine")
     os.kill(sleeper, signal.SIGKILL)
     process.communicate()
-    _remove_what_the_killed_left()
 
 
 def test_ctrl_c_is_the_parents_alone(tmp_path):
@@ -406,8 +393,7 @@ except KeyboardInterrupt:
 @pytest.fixture
 def engine():
     """engine(entry, config) -> a child whose launcher listens, and never says a word."""
-    folder = PrivateFolder()
-    listener = Listener.bind_ipc(folder.socket_path("handshake"))
+    listener = Listener.bind_ipc()
     started = []
 
     def start(entry_point, config):
@@ -418,14 +404,13 @@ def engine():
             handshake_address=listener.address,
             spawned_at=time.time(),
         )
-        started.append(spawn(entry_point, spec, name="engine-0"))
+        started.append(spawn(entry_point, spec, name="engine-0", pass_fds=[listener.peer_fd]))
         return started[-1]
 
     yield start
     for child in started:
         child.close()
     listener.close()
-    folder.close()
 
 
 def test_an_engine_whose_launcher_is_silent_gives_up(engine):
@@ -451,10 +436,14 @@ def test_a_running_engine_ends_in_order_by_sigterm(drive):
     assert "it exited with code 0" in str(error)
 
 
-def test_a_second_sigterm_ends_an_engine_within_its_step(drive):
-    driver = ready(drive, SyncMPClient, step_s=60.0)
-    driver.run("add_request", request_for("a"))
+def test_a_second_sigterm_ends_an_engine_within_its_step(drive, monkeypatch):
+    monkeypatch.setenv(children.FAULT, "prefill:hang")
+    driver = drive(SyncMPClient, mock_config(), engine_entry=entry(children.faulty))
+    driver.run("wait_ready")
+    driver.run("add_request", request_for("a", prompt=(children.POISON,)))
     pid = engine_pid()
+    comm = Path(f"/proc/{pid}/comm")
+    wait_until(lambda: comm.read_text().strip() == children.HANGS, what="the step")
 
     def send_two():
         os.kill(pid, signal.SIGTERM)

@@ -36,7 +36,6 @@ from trimaran.errors import (
 )
 from trimaran.ids import engine_identity, rank_of_identity
 from trimaran.ipc.codec import Decoder, Encoder
-from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.sockets import Context, Sent
 from trimaran.launch.core_engines import LaunchedEngines, launch_core_engines
 from trimaran.launch.links import BoundLinks, ClientLinks
@@ -122,16 +121,13 @@ class MPClient(EngineCoreClient):
             self._open_links(links)
             return
         plan = plan_engines(self._config)
-        folder = PrivateFolder()
-        self.resources.push("the folder of sockets", folder.close)
-        bound = BoundLinks.bind(folder, 0, tuple(process.rank for process in plan))
+        bound = BoundLinks.bind(0, tuple(process.rank for process in plan))
         self.resources.push("the listeners", bound.close)
         self._open_links(bound.spec)
         self._launched = launch_core_engines(
             self._config,
             plan,
             [bound.spec],
-            folder,
             self._context,
             weakly(self._engine_died),
             self._engine_entry,

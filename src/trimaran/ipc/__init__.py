@@ -1,1 +1,1 @@
-"""Bytes between processes: sockets, listeners, the private folder, the codec. No meaning."""
+"""Bytes between processes: sockets, listeners, the codec. No meaning."""

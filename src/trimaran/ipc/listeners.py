@@ -3,10 +3,17 @@
 Owns: listening descriptors, for ZMQ and for HTTP. Bound by the process that starts the others and
 inherited by the one that serves, so nothing probes a port and binds it later, and a restarted
 process keeps its address and its backlog. Called by launch/ and client/.
+
+A local listener has no name in the file system for longer than it takes to bind it: whoever is to
+connect inherits a descriptor of the socket's file, and /proc/self/fd/N is the path to it. So only
+children can connect, a path is never too long, and nothing is left of a process that was killed.
 """
 
+import contextlib
+import os
+import shutil
 import socket
-from pathlib import Path
+import tempfile
 from typing import Self
 
 _BACKLOG = 1024
@@ -15,22 +22,27 @@ _BACKLOG = 1024
 class Listener:
     """A bound, listening descriptor and the ZMQ address by which peers connect to it."""
 
-    def __init__(self, address: str, listening: socket.socket, path: str | None = None) -> None:
+    def __init__(self, address: str, listening: socket.socket, peer_fd: int | None = None) -> None:
         self.address = address
+        # What a process on this host has to inherit, under this number, to reach ``address``.
+        self.peer_fd = peer_fd
         self._socket = listening
-        self._path = path  # of the unix socket, removed by the process that made it
 
     @classmethod
-    def bind_ipc(cls, path: str) -> Self:
-        """Listen on a unix socket. Raises OSError: the path cannot be bound."""
-        listening = socket.socket(socket.AF_UNIX)
-        try:
-            listening.bind(path)
+    def bind_ipc(cls) -> Self:
+        """Listen on a unix socket. Raises OSError: no folder for temporary files takes one."""
+        with contextlib.ExitStack() as passing, contextlib.ExitStack() as kept:
+            folder = tempfile.mkdtemp(prefix="trimaran-")  # which only this user can enter
+            passing.callback(shutil.rmtree, folder, ignore_errors=True)
+            # By its descriptor: a socket's path has at most 107 bytes.
+            folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+            passing.callback(os.close, folder_fd)
+            listening = kept.enter_context(socket.socket(socket.AF_UNIX))
+            listening.bind(f"/proc/self/fd/{folder_fd}/s")
             listening.listen(_BACKLOG)
-        except OSError:
-            listening.close()
-            raise
-        return cls(f"ipc://{path}", listening, path)
+            peer_fd = os.open("s", os.O_PATH, dir_fd=folder_fd)
+            kept.pop_all()
+        return cls(f"ipc:///proc/self/fd/{peer_fd}", listening, peer_fd)
 
     @classmethod
     def bind_tcp(cls, host: str, port: int) -> Self:
@@ -43,9 +55,11 @@ class Listener:
         return self._socket.fileno()
 
     def close(self) -> None:
+        """Idempotent."""
         self._socket.close()
-        if self._path is not None:
-            Path(self._path).unlink(missing_ok=True)
+        if self.peer_fd is not None:
+            os.close(self.peer_fd)
+            self.peer_fd = None
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:

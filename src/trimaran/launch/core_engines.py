@@ -18,7 +18,6 @@ from trimaran.config import EngineConfig
 from trimaran.engine.spec import fingerprint
 from trimaran.errors import ChildFailedError, ProtocolError, UnavailableError
 from trimaran.ipc.codec import Decoder, Encoder
-from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.listeners import Listener
 from trimaran.ipc.sockets import Context, HasFileno, Poller, Socket
 from trimaran.launch.handshake import Handshake
@@ -60,7 +59,6 @@ class CoreEngines:
         config: EngineConfig,
         plan: Sequence[EngineProcess],
         links: Sequence[ClientLinks],
-        folder: PrivateFolder,
         context: Context,
         *,
         clock: Clock = SYSTEM_CLOCK,
@@ -72,12 +70,17 @@ class CoreEngines:
         self._encoder = Encoder()
         self._decoder: Decoder[HandshakeMessage] = Decoder(HandshakeMessage)
         with contextlib.ExitStack() as opened:
-            self._listener = Listener.bind_ipc(folder.socket_path("handshake"))
+            self._listener = Listener.bind_ipc()
             opened.callback(self._listener.close)
             self._socket = context.router(self._listener.address, self._listener.fileno())
             opened.callback(self._socket.close)
             self._manager = CoreEngineProcManager(
-                config, plan, self._listener.address, clock, entry
+                config,
+                plan,
+                self._listener,
+                clock,
+                entry,
+                pass_fds=[fd for link in links for fd in link.peer_fds],
             )
             self._close_links = opened.pop_all().close
         self.handshake = Handshake(
@@ -239,7 +242,6 @@ def launch_core_engines(
     config: EngineConfig,
     plan: Sequence[EngineProcess],
     links: Sequence[ClientLinks],
-    folder: PrivateFolder,
     context: Context,
     on_death: Callable[[EngineDeath], None],
     entry: str = ENGINE_ENTRY,
@@ -250,7 +252,7 @@ def launch_core_engines(
     caller holds the links, and closes what is returned. ``on_death`` is called from another thread,
     for an engine that ends after it was ready. Raises OSError: a process cannot be started.
     """
-    engines = CoreEngines(config, plan, links, folder, context, entry=entry)
+    engines = CoreEngines(config, plan, links, context, entry=entry)
     try:
         return LaunchedEngines(engines, on_death)
     except BaseException:

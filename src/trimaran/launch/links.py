@@ -8,7 +8,6 @@ from typing import Self
 
 import msgspec
 
-from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.listeners import Listener
 
 
@@ -21,6 +20,7 @@ class ClientLinks(msgspec.Struct, frozen=True, kw_only=True):
     output_address: str  # and their PUSH here
     output_fd: int
     ranks: tuple[int, ...]  # the engines to expect
+    peer_fds: tuple[int, ...]  # which an engine on this host inherits to connect
 
 
 class BoundLinks:
@@ -31,11 +31,11 @@ class BoundLinks:
         self.spec = spec
 
     @classmethod
-    def bind(cls, folder: PrivateFolder, client_index: int, ranks: tuple[int, ...]) -> Self:
-        """Raises OSError: the folder takes no socket."""
-        input_ = Listener.bind_ipc(folder.socket_path(f"input-{client_index}"))
+    def bind(cls, client_index: int, ranks: tuple[int, ...]) -> Self:
+        """Raises OSError: the system gives no socket."""
+        input_ = Listener.bind_ipc()
         try:
-            output = Listener.bind_ipc(folder.socket_path(f"output-{client_index}"))
+            output = Listener.bind_ipc()
         except BaseException:
             input_.close()
             raise
@@ -46,6 +46,7 @@ class BoundLinks:
             output_address=output.address,
             output_fd=output.fileno(),
             ranks=ranks,
+            peer_fds=tuple(fd for fd in (input_.peer_fd, output.peer_fd) if fd is not None),
         )
         return cls(input_, output, spec)
 

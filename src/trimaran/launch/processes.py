@@ -12,6 +12,7 @@ from trimaran.config import EngineConfig
 from trimaran.engine.spec import EngineSpec
 from trimaran.errors import ChildFailedError
 from trimaran.ids import new_incarnation
+from trimaran.ipc.listeners import Listener
 from trimaran.launch.plan import EngineProcess
 from trimaran.process.spawn import Child, ChildEnd, end_children, spawn
 
@@ -30,10 +31,13 @@ class CoreEngineProcManager:
         self,
         config: EngineConfig,
         plan: Sequence[EngineProcess],
-        handshake_address: str,
+        handshake: Listener,
         clock: Clock,
         entry: str = ENGINE_ENTRY,
+        *,
+        pass_fds: Sequence[int] = (),
     ) -> None:
+        peer_fds = [] if handshake.peer_fd is None else [handshake.peer_fd]
         self._grace_s = config.launch.shutdown_grace_s
         self.engines: dict[Child, EngineId] = {}
         try:
@@ -42,11 +46,17 @@ class CoreEngineProcManager:
                     config=config,
                     rank=process.rank,
                     incarnation=new_incarnation(),
-                    handshake_address=handshake_address,
+                    handshake_address=handshake.address,
                     spawned_at=clock.wall(),
                     num_engines_on_host=len(plan),
                 )
-                child = spawn(entry, spec, name=process.name, env=process.env)
+                child = spawn(
+                    entry,
+                    spec,
+                    name=process.name,
+                    pass_fds=[*peer_fds, *pass_fds],
+                    env=process.env,
+                )
                 self.engines[child] = EngineId(spec.rank, spec.incarnation)
         except BaseException:
             self.close(grace_s=0.0)

@@ -27,7 +27,6 @@ from trimaran.errors import (
     TrimaranError,
     system_refused,
 )
-from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.listeners import bind_tcp
 from trimaran.ipc.sockets import Context, HasFileno, Poller, Socket
 from trimaran.launch.api_servers import API_SERVER_ENTRY, ApiServer
@@ -211,11 +210,9 @@ class Supervisor:
         self._closers.callback(self._context.close)
         host = f"[{server.host}]" if ":" in server.host else server.host
         self._url = f"http://{host}:{listening.getsockname()[1]}"
-        self._folder = PrivateFolder()
-        self._closers.callback(self._folder.close)
         ranks = tuple(process.rank for process in plan_engines(self._config.engine))
         for process in plan_api_servers():
-            links = BoundLinks.bind(self._folder, process.client_index, ranks)
+            links = BoundLinks.bind(process.client_index, ranks)
             self._closers.callback(links.close)
             self._links.append(links)
             api = ApiServer(self._config, process, links.spec, listening.fileno(), self._api_entry)
@@ -242,7 +239,6 @@ class Supervisor:
             config,
             plan_engines(config),
             [links.spec for links in self._links],
-            self._folder,
             self._context,
             entry=self._engine_entry,
         )

@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from trimaran.config import resolve
-from trimaran.ipc.folder import PrivateFolder
 from trimaran.launch.api_servers import ApiServer
 from trimaran.launch.links import BoundLinks
 from trimaran.launch.plan import plan_api_servers
@@ -21,9 +20,7 @@ DEADLINE_S = 30.0
 def started():
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        folder = PrivateFolder()
-        stack.callback(folder.close)
-        links = BoundLinks.bind(folder, 0, (0,))
+        links = BoundLinks.bind(0, (0,))
         stack.callback(links.close)
         [process] = plan_api_servers()
         server = ApiServer(resolve({}, environment={}), process, links.spec, listener.fileno())
