@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -107,7 +108,7 @@ def test_killed(drive, client_type, number, state):
         ("input thread:raise", "ValueError: as it was told"),
         ("output thread:raise", "ValueError: as it was told"),
         ("decode:need memory", r"OutOfMemoryError: no memory left .*--kv-cache-memory-bytes"),
-        ("decode:take all memory", "OutOfMemoryError"),
+        ("decode:take all memory", r"OutOfMemoryError: no memory left .*--kv-cache-memory-bytes"),
         ("prefill:exit 0", "it exited with code 0"),
         ("decode:exit 3", "it exited with code 3"),
         ("decode:abort", "it was ended by SIGABRT"),
@@ -125,6 +126,16 @@ def test_ends_by_itself(drive, monkeypatch, client_type, fault, said):
     check_all_heard(driver, errors, said)
     # By the last message and by the end of the process, but once.
     assert policy.deaths == [(0, errors[0].incarnation)]
+
+
+@both_clients
+def test_the_supervisors_word_wakes_who_waits_whatever_thread_brings_it(drive, client_type):
+    driver = drive(client_type, mock_config())
+    driver.run("wait_ready")
+    # Later, when nothing else moves: the engine lives, and is idle.
+    word = threading.Timer(0.2, driver.client.fail, ["engine-0 failed: it was ended by SIGKILL"])
+    errors = driver.errors_of([("get_output",), ("get_output",)], word.start)
+    check_all_heard(driver, errors, "the deployment failed: engine-0 failed")
 
 
 @both_clients

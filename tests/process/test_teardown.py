@@ -142,15 +142,19 @@ def test_a_ctrl_c_or_a_failure_in_a_teardown_stops_none_of_the_rest():
         closed.append("third")
         raise OSError("no")
 
+    def closes_all():
+        resources()  # as a signal handler may, in the midst of it
+        closed.append("after it")
+
     resources = BackgroundResources()
     resources.push("first", lambda: closed.append("first"))
+    resources.push("closes all", closes_all)
     resources.push("second", interrupted)
     resources.push("third", fails)
-    resources.push("itself", resources)  # a signal handler that closes what is being closed
     with pytest.raises(KeyboardInterrupt):
         resources()
     resources()
-    assert closed == ["third", "second", "first"]
+    assert closed == ["third", "second", "after it", "first"]
 
 
 def test_ctrl_c_in_a_close_cuts_the_grace_short():
