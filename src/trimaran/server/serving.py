@@ -6,7 +6,6 @@ finish, then what is left is ended with an error. Signals are the business of ma
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Iterator
 
@@ -26,9 +25,6 @@ class HTTPServer(uvicorn.Server):
     """Serves until ``stop`` or ``drain``; does not touch signals."""
 
     def __init__(self, app: FastAPI, state: ServerState) -> None:
-        # uvicorn's own lines go where ours go.
-        logger = logging.getLogger("uvicorn")
-        logger.parent = logging.getLogger("trimaran")
         super().__init__(
             uvicorn.Config(
                 app,
