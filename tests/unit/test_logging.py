@@ -1,4 +1,4 @@
-"""What a process writes to stderr, seen from outside it: one JSON object a line, whatever happens."""
+"""What a process writes to stderr, seen from outside: one JSON object a line, come what may."""
 
 import json
 import os
@@ -15,7 +15,8 @@ from trimaran.logging import configure
 configure("api-0", level=LEVEL, log_format=FORMAT)
 log = logging.getLogger("trimaran.server")
 log.info("two\\nlines, caf\\u00e9, \\ud83d\\ude0a and \\udc80", extra={"request_id": "r-1"})
-log.info("table", extra={"fields": {"phases": {"loading": 1.5}, "path": sys}, "block": "row 1\\nrow 2"})
+fields = {"phases": {"loading": 1.5}, "path": sys}
+log.info("table", extra={"fields": fields, "block": "row 1\\nrow 2"})
 log.debug("too low")
 try:
     raise ValueError("first\\nsecond")
@@ -56,8 +57,7 @@ def run(log_format, level="info"):
     program = PROGRAM.replace("FORMAT", repr(log_format)).replace("LEVEL", repr(level))
     done = subprocess.run(
         [sys.executable, "-c", program],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        capture_output=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "ascii"},
         timeout=60,
     )

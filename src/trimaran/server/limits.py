@@ -21,7 +21,7 @@ from trimaran.errors import (
     UnsupportedMediaTypeError,
 )
 from trimaran.metrics.recorder import MetricsRecorder
-from trimaran.server.errors import request_id_of
+from trimaran.server.request_book import record_of
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ async def read_json(request: Request, model: type[Body], max_bytes: int) -> Body
         logger.debug(
             "ignored unknown fields: %.200s",
             ", ".join(body.model_extra),
-            extra={"request_id": request_id_of(request)},
+            extra={"request_id": record_of(request.scope).request_id},
         )
     return body
 
