@@ -227,6 +227,12 @@ class DeploymentState(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     model_path: str | None = None
 
 
+class ApiServerReady(msgspec.Struct, array_like=True, gc=False):
+    """API server to supervisor, once: it answers requests from now on."""
+
+    phases: list[tuple[str, float]] = []  # start-up phases and their seconds
+
+
 # ----------------------------------------------------------------------------- the model's KV cache
 
 
