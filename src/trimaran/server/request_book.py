@@ -129,7 +129,7 @@ class RequestBook:
         }
 
     def details(self, request_id: str) -> dict[str, Any]:
-        """Of the latest request with this id, for JSON.
+        """Of the latest request with this id that runs, else that ended, for JSON.
 
         Raises NotFoundError: none runs, nor is among the last that ended.
         """

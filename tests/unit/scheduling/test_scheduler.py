@@ -527,9 +527,11 @@ def test_outputs_go_to_the_client_that_asked():
     }
 
 
-def test_one_request_that_cannot_go_on_ends_alone():
+def test_one_request_that_cannot_go_on_ends_alone(caplog):
     box = Box()
-    broken, whole = (box.add(make_request(name, 5, 4)) for name in ("a", "b"))
+    broken, whole = (
+        box.add(make_request(name, 5, 4, external_id=f"theirs-{name}")) for name in ("a", "b")
+    )
     plan = box.scheduler.schedule()
     output = box.executor.execute(plan)
     output.errors = {"a": "not a number", "unknown": "nobody's"}
@@ -537,6 +539,9 @@ def test_one_request_that_cannot_go_on_ends_alone():
         (broken if news.request_id == "a" else whole).take(news, plan.step, 0)
     assert broken.finish_reason is FinishReason.ERROR
     assert broken.outputs[-1].error == "not a number"
+    [record] = caplog.records
+    assert record.request_id == "theirs-a", "the log names it as its client does"
+    assert "not a number" in record.getMessage()
     assert broken.tokens == []
     box.run()
     assert len(whole.tokens) == 4

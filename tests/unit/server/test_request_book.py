@@ -137,6 +137,7 @@ def test_states_in_order_and_the_latest_of_an_id():
     book = RequestBook(clock=clock)
     old = _Request(book, "twice")
     book.end(old.scope)
+    older = _Request(book, "twice")
     clock.advance(1.0)
     request = _Request(book, "twice")
 
@@ -152,7 +153,8 @@ def test_states_in_order_and_the_latest_of_an_id():
     timeline.choices[0].finished = 103.0
     assert state() == "answering"
     clock.advance(2.5)
-    assert book.running()["requests"][0]["age_s"] == 2.5
+    assert [one["age_s"] for one in book.running()["requests"]] == [3.5, 2.5]
+    book.end(older.scope)
     book.end(request.scope)
     clock.advance(9.0)
     assert state() == "ended"
