@@ -200,6 +200,13 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["debug", "info", "warning", "error"], _help("least severe level shown")
     ] = "info"
     log_format: Annotated[Literal["text", "json"], _help("log lines as text or JSON")] = "text"
+    log_requests: Annotated[
+        bool,
+        _help(
+            "log a line for each HTTP request that ends (level info): id, route, status, tokens,"
+            " and when each thing happened; never a prompt or a text"
+        ),
+    ] = False
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,8 @@
 
     TrimaranError                       500 internal_error
     ├── InvalidRequestError             400 invalid_request_error   (a ValueError; names the field)
-    │   ├── ModelNotFoundError          404 not_found_error
+    │   ├── NotFoundError               404 not_found_error
+    │   │   └── ModelNotFoundError      404 not_found_error
     │   ├── PayloadTooLargeError        413 invalid_request_error
     │   └── UnsupportedMediaTypeError   415 invalid_request_error
     ├── AuthenticationError             401 authentication_error
@@ -50,9 +51,12 @@ class InvalidRequestError(TrimaranError, ValueError):
         self.param = param
 
 
-class ModelNotFoundError(InvalidRequestError):
+class NotFoundError(InvalidRequestError):
     http_status = 404
     error_type = "not_found_error"
+
+
+class ModelNotFoundError(NotFoundError):
     code = "model_not_found"
 
 

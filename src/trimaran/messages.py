@@ -89,9 +89,12 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     prompt_logprobs: TokenLogprobs | None = None  # once, with the first output: positions 1 … p-1
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     error: str | None = None  # with FinishReason.ERROR: what to tell the client
-    # Wall seconds of engine events of this request: queued, scheduled (with the first output only).
+    # What an engine knows of the request's life: with its first output, and again with the first
+    # one after a preemption. Wall seconds; the first token's is the end of the step that drew it.
     queued_at: float = 0.0
     scheduled_at: float = 0.0
+    first_token_at: float = 0.0
+    num_preemptions: int = 0  # so far
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -222,6 +225,12 @@ class DeploymentState(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     failure: str | None = None
     # Where the model is on this machine, once it is: located (and downloaded) in one place only.
     model_path: str | None = None
+
+
+class ApiServerReady(msgspec.Struct, array_like=True, gc=False):
+    """API server to supervisor, once: it answers requests from now on."""
+
+    phases: list[tuple[str, float]] = []  # start-up phases and their seconds
 
 
 # ----------------------------------------------------------------------------- the model's KV cache

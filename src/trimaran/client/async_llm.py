@@ -16,7 +16,8 @@ from trimaran.client.core_client import EngineCoreClient
 from trimaran.client.input_processor import InputProcessor
 from trimaran.client.model_files import open_model_files, with_model_path
 from trimaran.client.output_processor import Metrics, OutputProcessor, RequestStream
-from trimaran.client.outputs import RequestOutput
+from trimaran.client.outputs import RequestOutput, RequestTimeline
+from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
 from trimaran.errors import EngineDeadError, InvalidRequestError, UnavailableError
 from trimaran.formats.checkpoint import ModelSource
@@ -47,6 +48,7 @@ class AsyncLLM:
         *,
         seed: int = -1,
         metrics: Metrics | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.source = source
         self.tokenizer = tokenizer
@@ -55,7 +57,8 @@ class AsyncLLM:
         self.dead_error: EngineDeadError | None = None
         self._client = client
         self._inputs = InputProcessor(source, tokenizer, seed=seed)
-        self._outputs = OutputProcessor(tokenizer, metrics=metrics)
+        self._outputs = OutputProcessor(tokenizer, metrics=metrics, clock=clock)
+        self._clock = clock
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
         self._handler: asyncio.Task[None] | None = None
 
@@ -155,26 +158,30 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-        add_special_tokens: bool = True,
         continues_prompt: bool = True,
+        timeline: RequestTimeline | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Items as ``params.output_kind`` asks. Closing the iterator aborts the request.
 
         ``continues_prompt``: the text reads on from the prompt's; False for an answer in a chat,
-        which begins a text (a leading SentencePiece space is dropped).
+        which begins a text (a leading SentencePiece space is dropped). ``timeline``: of a request
+        that was received, and tokenised, by the caller; it is kept from here on.
 
         Raises InvalidRequestError: before anything is submitted.
         Raises EngineDeadError: the engine that ran the request ended.
         """
         self._check_alive()
-        ids = (
-            await self.encode(prompt, add_special_tokens=add_special_tokens)
-            if isinstance(prompt, str)
-            else prompt
-        )
+        timeline = timeline or RequestTimeline(self._clock.wall())
+        ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
+        timeline.tokenised = timeline.tokenised or self._clock.wall()
         request_id = request_id or external_id("req")
         requests = self._inputs.make_requests(
-            ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt
+            ids,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=timeline.received,
         )
         news = asyncio.Event()
         stream = RequestStream(
@@ -184,8 +191,10 @@ class AsyncLLM:
             params,
             news.set,
             continues_prompt=continues_prompt,
+            timeline=timeline,
         )
         self._outputs.add(stream)
+        timeline.submitted = self._clock.wall()  # before the engine can have it
         try:
             for request in requests:
                 await self._client.add_request_async(request)

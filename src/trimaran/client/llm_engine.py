@@ -10,7 +10,8 @@ from trimaran.client.core_client import EngineCoreClient
 from trimaran.client.input_processor import InputProcessor
 from trimaran.client.model_files import open_model_files, with_model_path
 from trimaran.client.output_processor import OutputProcessor, RequestStream
-from trimaran.client.outputs import RequestOutput
+from trimaran.client.outputs import RequestOutput, RequestTimeline
+from trimaran.clock import SYSTEM_CLOCK
 from trimaran.config import EngineConfig
 from trimaran.errors import EngineDeadError, InvalidRequestError
 from trimaran.messages import ControlOperation
@@ -60,13 +61,20 @@ class LLMEngine:
         """
         if request_id in self._streams:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
+        timeline = RequestTimeline(SYSTEM_CLOCK.wall())
         ids = (
             self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             if isinstance(prompt, str)
             else prompt
         )
+        timeline.tokenised = SYSTEM_CLOCK.wall()
         requests = self._inputs.make_requests(
-            ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt
+            ids,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=timeline.received,
         )
         stream = RequestStream(
             request_id,
@@ -75,9 +83,11 @@ class LLMEngine:
             params,
             lambda: self._news.append(request_id),
             continues_prompt=continues_prompt,
+            timeline=timeline,
         )
         self._outputs.add(stream)
         self._streams[request_id] = stream
+        timeline.submitted = SYSTEM_CLOCK.wall()  # before the engine can have it
         for request in requests:
             self._client.add_request(request)
 

@@ -181,6 +181,10 @@ class EngineCoreProc:
         self._fail_request(request, OverloadedError("too many requests wait for this engine"))
 
     def _fail_request(self, request: EngineCoreRequest, error: TrimaranError) -> None:
+        external_id = request.external_id
+        logger.warning(
+            "request %s refused: %s", external_id, error, extra={"request_id": external_id}
+        )
         output = failed_output(request, error)
         self._send(request.client_index, self._outputs(outputs=[output]))
 

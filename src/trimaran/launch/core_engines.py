@@ -25,6 +25,7 @@ from trimaran.launch.links import ClientLinks
 from trimaran.launch.plan import EngineProcess
 from trimaran.launch.processes import ENGINE_ENTRY, CoreEngineProcManager, EngineId, child_failed
 from trimaran.launch.start_bar import StartBar
+from trimaran.launch.start_table import ProcessStart, log_start
 from trimaran.messages import (
     EngineAddresses,
     EngineCoreReadyResponse,
@@ -66,8 +67,8 @@ class CoreEngines:
         entry: str = ENGINE_ENTRY,
     ) -> None:
         self._clock = clock
-        self._started_at = clock.monotonic()
-        self._waiting_logged_at = self._started_at
+        self.started_at = clock.monotonic()
+        self._waiting_logged_at = self.started_at
         self._encoder = Encoder()
         self._decoder: Decoder[HandshakeMessage] = Decoder(HandshakeMessage)
         self._listener = Listener.bind_ipc(folder.socket_path("handshake"))
@@ -86,7 +87,7 @@ class CoreEngines:
                 inputs=[link.input_address for link in links],
                 outputs=[link.output_address for link in links],
             ),
-            self._started_at,
+            self.started_at,
             config.launch.engine_ready_timeout_s,
         )
 
@@ -119,11 +120,15 @@ class CoreEngines:
             self._waiting_logged_at = now
             logger.info("waiting for %s", self.handshake.missing(now))
 
-    def log_phases(self) -> None:
-        """The start-up table."""
+    def starts(self, began: float) -> list[ProcessStart]:
+        """For the start-up table; ``began`` (monotonic seconds): of the whole."""
+        return [
+            ProcessStart(f"engine-{response.rank}", self.started_at - began, response.phases)
+            for response in self.handshake.responses
+        ]
+
+    def log_capacity(self) -> None:
         for response in self.handshake.responses:
-            phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in response.phases)
-            logger.info("engine rank %d started: %s", response.rank, phases)
             logger.info(
                 "engine rank %d: up to %d tokens a sequence, KV cache of %d blocks of %d tokens"
                 " (at most %d MiB, taken as it is used)",
@@ -200,10 +205,16 @@ class LaunchedEngines:
                 bar.update(*self._engines.handshake.progress)
                 if self._engines.handshake.complete:
                     bar.close()
-                    self._engines.log_phases()
+                    self._log_start()
                     self.ready.set_result(self._engines.handshake.responses)
             else:
                 bar.close()
+
+    def _log_start(self) -> None:
+        self._engines.log_capacity()
+        began = self._engines.started_at
+        total_s = SYSTEM_CLOCK.monotonic() - began
+        log_start(logger, "start-up of the engines:", self._engines.starts(began), total_s)
 
     def _engine_ended(self, end: EngineEnd) -> None:
         if self.ready.done():

@@ -18,7 +18,7 @@ from typing import Self
 import msgspec
 
 from trimaran import errors
-from trimaran.clock import SYSTEM_CLOCK
+from trimaran.clock import SYSTEM_CLOCK, Laps
 from trimaran.config import Config
 from trimaran.errors import ChildFailedError, ConfigError, DeadlineExceededError, TrimaranError
 from trimaran.ipc.folder import PrivateFolder
@@ -32,6 +32,7 @@ from trimaran.launch.model_locator import ModelLocator, locate
 from trimaran.launch.plan import plan_api_servers, plan_engines
 from trimaran.launch.processes import ENGINE_ENTRY, child_failed
 from trimaran.launch.start_bar import StartBar
+from trimaran.launch.start_table import ProcessStart, log_start
 from trimaran.logging import configure
 from trimaran.messages import DeploymentState
 from trimaran.process.age import process_age_s
@@ -135,11 +136,10 @@ class Supervisor:
         self._find_model = find_model
         self._clock = SYSTEM_CLOCK
         self._began = self._clock.monotonic() - process_age_s()
-        self._phases: list[tuple[str, float]] = []
-        self._phase_began = self._began
+        self._laps = Laps(self._began)
         self._state = DeploymentState(ready=False, phase="starting", percent=0.0)
         self._announced = False
-        self._bar = StartBar()
+        self._bar = StartBar(enabled=config.observability.log_format == "text")
         self._poller = Poller()
         self._closers = contextlib.ExitStack()
         self._context = Context()
@@ -218,12 +218,12 @@ class Supervisor:
         self._locator = ModelLocator(self._config.model, self._find_model)
         self._closers.callback(self._locator.close)
         self._poller.register(self._locator)
-        self._phase_done("supervisor")
+        self._laps.done("starting")
         self._set_state(phase="downloading")
 
     def _start_engines(self) -> None:
         path = self._locator.result.result(0)
-        self._phase_done("model located")
+        self._laps.done("locating the model")
         model = msgspec.structs.replace(self._config.model, model=path)
         config = msgspec.structs.replace(self._config.engine, model=model)
         self._engines = CoreEngines(
@@ -286,16 +286,14 @@ class Supervisor:
 
     def _announce_ready(self) -> None:
         assert self._engines is not None
-        waiting = [server for server in self._api_servers if not server.channel.server_ready]
+        waiting = [server for server in self._api_servers if server.channel.ready is None]
         if self._engines.handshake.complete and not waiting:
             self._announced = True
             self._bar.close()
-            self._phase_done("engines and API servers")
-            self._engines.log_phases()
-            phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._phases)
-            logger.info("started: %s", phases)
-            total = self._clock.monotonic() - self._began
-            logger.info("ready at %s after %.2f s", self._url, total)
+            total_s = self._clock.monotonic() - self._began
+            self._engines.log_capacity()
+            log_start(logger, "start-up:", self._starts(self._engines), total_s)
+            logger.info("ready at %s after %.2f s", self._url, total_s)
         elif self._clock.monotonic() > self._engines_deadline:
             names = ", ".join(server.child.name for server in waiting)
             raise DeadlineExceededError(
@@ -303,10 +301,19 @@ class Supervisor:
                 hint="give it more time with --engine-ready-timeout-s",
             )
 
-    def _phase_done(self, name: str) -> None:
-        now = self._clock.monotonic()
-        self._phases.append((name, now - self._phase_began))
-        self._phase_began = now
+    def _starts(self, engines: CoreEngines) -> list[ProcessStart]:
+        api_servers = [
+            ProcessStart(
+                server.child.name, server.spawned_at - self._began, server.channel.ready.phases
+            )
+            for server in self._api_servers
+            if server.channel.ready is not None
+        ]
+        return [
+            ProcessStart("supervisor", 0.0, self._laps.laps),
+            *api_servers,
+            *engines.starts(self._began),
+        ]
 
     def _set_state(self, **changes: object) -> None:
         state = msgspec.structs.replace(self._state, **changes)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from trimaran.client.outputs import (
+    ChoiceTimeline,
     CompletionOutput,
     PositionLogprobs,
     RequestOutput,
@@ -129,11 +130,21 @@ class FakeLLM:
         if self.dead_error is not None:
             raise self.dead_error
         self.requests.append((prompt, params, {"request_id": request_id, **options}))
+        timeline = options["timeline"]
+        timeline.submitted = timeline.received + 1.0
+        timeline.num_prompt_tokens = len(prompt)
+        timeline.choices = [ChoiceTimeline(choice) for choice in range(params.n)]
         self.num_running += 1
         ended = False
         try:
             async for item in self._outputs(prompt, params, request_id):
                 ended = item.finished
+                for choice in timeline.choices:
+                    choice.queued = choice.scheduled = choice.first_token = timeline.submitted
+                    choice.first_token_received = choice.last_token = timeline.received + 2.0
+                    choice.num_output_tokens = item.num_generated_tokens // params.n
+                    choice.finished = timeline.received + 3.0 if ended else 0.0
+                    choice.finish_reason = "length" if ended else None
                 yield item
         except EngineDeadError:
             ended = True

@@ -12,7 +12,7 @@ from trimaran.server.auth import Access, KeyRing, load_keys
 
 COMPLETION = {"prompt": "a", "max_tokens": 1}
 OPEN = {"/health", "/ready"}
-ADMIN = {"/reset_prefix_cache"}
+ADMIN = {"/reset_prefix_cache", "/requests", "/requests/nobody"}
 
 
 def bearer(key):
@@ -21,7 +21,7 @@ def bearer(key):
 
 def live_routes(server):
     routes = [
-        (route.path.replace("{model:path}", "demo"), method)
+        (route.path.replace("{model:path}", "demo").replace("{request_id:path}", "nobody"), method)
         for route in server.app.router.routes
         if isinstance(route, Route)
         for method in route.methods
