@@ -194,12 +194,15 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Logs."""
+    """Logs and recordings."""
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], _help("least severe level shown")
     ] = "info"
     log_format: Annotated[Literal["text", "json"], _help("log lines as text or JSON")] = "text"
+    profile_dir: Annotated[
+        str | None, _help("folder for what /start_profile records (default: it is refused)")
+    ] = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
