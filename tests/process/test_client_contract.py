@@ -69,7 +69,7 @@ class Awaited:
         self.runner = asyncio.Runner()
 
     def __getattr__(self, name):
-        if name in ("ready", "fail", "num_dropped_messages"):
+        if name in ("ready", "fail"):
             return getattr(self.client, name)
         method = getattr(self.client, f"{name}_async")
 

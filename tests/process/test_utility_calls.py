@@ -124,7 +124,6 @@ def test_answers_that_come_after_the_deadline_or_a_cancel_are_ignored(stopped):
     os.kill(pid, signal.SIGCONT)
     # Answers come in order: those to the calls above have come before this one.
     assert client.control(ResetPrefixCache()) == [True]
-    assert client.num_dropped_messages == 0
 
 
 def test_a_death_fails_every_pending_call(stopped):

@@ -54,7 +54,7 @@ class Worker:
         self._device = torch.device("cpu")
         self._recorder = Recorder(config.observability.profile_dir)
         # None while asleep; what holds the tensors is here and nowhere else.
-        self._model: CausalLM | None = None
+        self.model: CausalLM | None = None
         self._runner: ModelRunner | None = None
         self.kv_caches: list[torch.Tensor] = []
 
@@ -74,14 +74,14 @@ class Worker:
         asked = config.model.dtype
         self._dtype = _DTYPES[shape.file_dtype if asked == "auto" else asked]
         self._kernels = kernels = self._select_kernels(shape.head_dim)
-        self._model = self._read_weights(source, on_progress)
+        self.model = self._read_weights(source, on_progress)
         self._num_known_tokens = num_known_tokens(source.tokenizer, shape.vocab_size)
         facts = ModelFacts(
             layout=self._kv_layout(),
             vocab_size=shape.vocab_size,
             max_model_len=shape.max_position_embeddings,
             dtype=str(self._dtype).removeprefix("torch."),
-            weight_bytes=self._model.weight_bytes,
+            weight_bytes=self.model.weight_bytes,
             available_kv_bytes=free_memory_bytes(),
             num_threads=threads.count,
             kernels=kernels.name,
@@ -111,13 +111,13 @@ class Worker:
             )
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        assert self._model is not None, "no weights are loaded"
+        assert self.model is not None, "no weights are loaded"
         self._kv_config = config
         self.kv_caches = allocate_kv_caches(
             config, self._shape.num_kv_heads, self._shape.head_dim, self._dtype
         )
         self._runner = ModelRunner(
-            self._model,
+            self.model,
             self.kv_caches,
             config.layout,
             max_num_seqs=self._config.scheduler.max_num_seqs,
@@ -142,10 +142,10 @@ class Worker:
         self._runner = None
         self.kv_caches = []
         if level == 2:
-            self._model = None
+            self.model = None
 
     def wake_up(self, on_progress: Callable[[str, float, str], None]) -> None:
-        if self._model is None:
+        if self.model is None:
             source = open_model(self._path)
             if source.architecture != self._shape:
                 raise CheckpointError(
@@ -153,7 +153,7 @@ class Worker:
                     file=str(self._path),
                     hint="put the first one back, or start anew",
                 )
-            self._model = self._read_weights(source, on_progress)
+            self.model = self._read_weights(source, on_progress)
         self.initialize_kv_cache(self._kv_config)
 
     def profile(self, action: Literal["start", "stop"]) -> str:
