@@ -27,7 +27,7 @@ from trimaran.model.kernels.select import select_kernels
 from trimaran.model.loader import load_model
 from trimaran.model.models.decoder import CausalLM
 from trimaran.scheduling.kv_layout import make_kv_cache_layout
-from trimaran.worker.device import allowed_threads, free_memory_bytes
+from trimaran.worker.device import allowed_threads, free_memory_bytes, return_freed_memory
 from trimaran.worker.kv_tensors import allocate_kv_caches
 from trimaran.worker.model_runner import ModelRunner
 from trimaran.worker.profiling import Recorder
@@ -53,7 +53,7 @@ class Worker:
         self._config = config
         self._device = torch.device("cpu")
         self._recorder = Recorder(config.observability.profile_dir)
-        # None while asleep; what holds the tensors is here and nowhere else.
+        # None or empty while asleep. Nothing else may hold them, or the memory does not come back.
         self.model: CausalLM | None = None
         self._runner: ModelRunner | None = None
         self.kv_caches: list[torch.Tensor] = []
@@ -143,6 +143,7 @@ class Worker:
         self.kv_caches = []
         if level == 2:
             self.model = None
+        return_freed_memory()
 
     def wake_up(self, on_progress: Callable[[str, float, str], None]) -> None:
         if self.model is None:
