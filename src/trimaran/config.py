@@ -194,7 +194,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Logs."""
+    """Logs and recordings."""
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], _help("least severe level shown")
@@ -207,6 +207,9 @@ class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
             " and when each thing happened; never a prompt or a text"
         ),
     ] = False
+    profile_dir: Annotated[
+        str | None, _help("folder for what /start_profile records (default: it is refused)")
+    ] = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@
     ├── InvalidRequestError             400 invalid_request_error   (a ValueError; names the field)
     │   ├── NotFoundError               404 not_found_error
     │   │   └── ModelNotFoundError      404 not_found_error
+    │   ├── ConflictError               409 invalid_request_error   (not in the present state)
     │   ├── PayloadTooLargeError        413 invalid_request_error
     │   └── UnsupportedMediaTypeError   415 invalid_request_error
     ├── AuthenticationError             401 authentication_error
@@ -58,6 +59,12 @@ class NotFoundError(InvalidRequestError):
 
 class ModelNotFoundError(NotFoundError):
     code = "model_not_found"
+
+
+class ConflictError(InvalidRequestError):
+    """Sound in itself, but not in the state that the engine or the deployment is in."""
+
+    http_status = 409
 
 
 class PayloadTooLargeError(InvalidRequestError):

@@ -51,6 +51,18 @@ class StepFails(MockExecutor):
         return super().execute(plan)
 
 
+class WakeFails(MockExecutor):
+    """The first time only."""
+
+    _tried = False
+
+    def wake_up(self, on_progress: ProgressCallback) -> None:
+        if not self._tried:
+            self._tried = True
+            raise CheckpointError("is gone", file="m.gguf", hint="put it back")
+        super().wake_up(on_progress)
+
+
 def _run(executor: type[MockExecutor], spec: EngineSpec) -> None:
     engine_core.EXECUTORS["mock"] = f"{__name__}:{executor.__name__}"
     run_engine_core(spec)
@@ -70,6 +82,10 @@ def load_is_busy(spec: EngineSpec) -> None:
 
 def step_fails(spec: EngineSpec) -> None:
     _run(StepFails, spec)
+
+
+def wake_fails(spec: EngineSpec) -> None:
+    _run(WakeFails, spec)
 
 
 def import_fails(spec: EngineSpec) -> None:

@@ -5,8 +5,9 @@ Owns: one sync engine client (in this process or in a child) and the request str
 """
 
 from types import TracebackType
+from typing import Literal, cast
 
-from trimaran.client.core_client import EngineCoreClient
+from trimaran.client.core_client import SLEEP_TIMEOUT_S, EngineCoreClient
 from trimaran.client.input_processor import InputProcessor
 from trimaran.client.model_files import open_model_files, with_model_path
 from trimaran.client.output_processor import OutputProcessor, RequestStream
@@ -14,7 +15,7 @@ from trimaran.client.outputs import RequestOutput, RequestTimeline
 from trimaran.clock import SYSTEM_CLOCK
 from trimaran.config import EngineConfig
 from trimaran.errors import EngineDeadError, InvalidRequestError
-from trimaran.messages import ControlOperation
+from trimaran.messages import AWAKE, ControlOperation, Ping, Profile, SchedulerStats, Sleep, WakeUp
 from trimaran.sampling_params import SamplingParams
 
 
@@ -107,6 +108,8 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Wait for the engine's next message; what it brought, one item per request with news.
 
+        While the engine sleeps the next message may be long in coming: see ``is_sleeping``.
+
         Raises EngineDeadError: the engine ended; every unfinished request is lost.
         """
         if not self._streams:
@@ -140,6 +143,33 @@ class LLMEngine:
     def control(self, operation: ControlOperation, *, timeout_s: float = 30.0) -> list[object]:
         """Run a control operation on every engine; results in order of rank (messages.py)."""
         return self._client.control(operation, timeout_s)
+
+    def sleep(
+        self,
+        level: Literal[0, 1, 2] = 1,
+        mode: Literal["wait", "abort"] = "abort",
+        *,
+        timeout_s: float = SLEEP_TIMEOUT_S,
+    ) -> None:
+        """As ``AsyncLLM.sleep``; mode "wait" needs an engine process."""
+        self.control(Sleep(level, mode), timeout_s=timeout_s)
+
+    def wake_up(self, *, timeout_s: float = SLEEP_TIMEOUT_S) -> None:
+        """Undo ``sleep``. Raises RequestFailedError, with the cause: still asleep, try again."""
+        self.control(WakeUp(), timeout_s=timeout_s)
+
+    def is_sleeping(self) -> bool:
+        """Whether any engine sleeps."""
+        every = cast("list[SchedulerStats]", self.control(Ping()))
+        return any(stats.sleep_level != AWAKE for stats in every)
+
+    def start_profile(self) -> list[str]:
+        """As ``AsyncLLM.start_profile``."""
+        return cast("list[str]", self.control(Profile("start")))
+
+    def stop_profile(self) -> list[str]:
+        """As ``AsyncLLM.stop_profile``."""
+        return cast("list[str]", self.control(Profile("stop"), timeout_s=SLEEP_TIMEOUT_S))
 
     def shutdown(self) -> None:
         """End the engine; may be called twice."""

@@ -11,8 +11,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from trimaran.client.core_client import RESULT_TYPES
-from trimaran.errors import DeadlineExceededError, ProtocolError, RequestFailedError, TrimaranError
+from trimaran.errors import (
+    ConflictError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    ProtocolError,
+    RequestFailedError,
+    TrimaranError,
+)
 from trimaran.messages import ControlOperation, UtilityOutput
 
 
@@ -38,13 +44,14 @@ class UtilityCalls:
         call = self._calls.pop(output.call_id, None)
         if call is None:
             return  # its caller gave up
-        name = type(call.operation).__name__
         if output.error is not None:
-            _fail(call.future, RequestFailedError(f"{name}: {output.error_type}: {output.error}"))
+            error_type = output.error_type or "an error"
+            _fail(call.future, operation_failed(call.operation, error_type, output.error))
             return
         try:
-            result = msgspec.msgpack.decode(output.result, type=RESULT_TYPES[type(call.operation)])
+            result = msgspec.msgpack.decode(output.result, type=call.operation.result_type)
         except msgspec.MsgspecError as error:
+            name = type(call.operation).__name__
             _fail(call.future, ProtocolError(f"{name}: its result is malformed: {error}"))
             return
         if call.future.set_running_or_notify_cancel():
@@ -62,6 +69,18 @@ class UtilityCalls:
             if rank is None or call.rank == rank:
                 del self._calls[call_id]
                 _fail(call.future, error)
+
+
+# Errors of the caller, raised by whatever carries an operation out, stay what they are.
+_CALLERS_ERRORS = {error.__name__: error for error in (InvalidRequestError, ConflictError)}
+
+
+def operation_failed(operation: ControlOperation, error_type: str, text: str) -> TrimaranError:
+    """What a caller gets for an exception in the engine, given by its type's name and its text."""
+    name = type(operation).__name__
+    if error_type in _CALLERS_ERRORS:
+        return _CALLERS_ERRORS[error_type](f"{name}: {text}")
+    return RequestFailedError(f"{name}: {error_type}: {text}")
 
 
 def no_answer(operation: ControlOperation, timeout_s: float) -> DeadlineExceededError:

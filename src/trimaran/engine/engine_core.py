@@ -7,10 +7,12 @@ process of its own, EngineCoreProc does and stamps rank and incarnation on what 
 
 import importlib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import assert_never, cast
 
 from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
+from trimaran.engine.sleep import SleepControl
 from trimaran.errors import InvalidRequestError
 from trimaran.executor.base import Executor, ProgressCallback
 from trimaran.messages import (
@@ -19,8 +21,11 @@ from trimaran.messages import (
     EngineCoreReadyResponse,
     EngineCoreRequest,
     Ping,
+    Profile,
     ResetPrefixCache,
     SchedulerStats,
+    Sleep,
+    WakeUp,
 )
 from trimaran.scheduling.kv_cache_manager import KVCacheManager
 from trimaran.scheduling.kv_layout import plan_kv_cache
@@ -97,6 +102,7 @@ class EngineCore:
             max_model_len=self.max_model_len,
             clock=self._clock,
         )
+        self._sleep = SleepControl(self._scheduler, self._executor, on_progress)
 
     def ready_response(
         self, rank: int, incarnation: int, phases: Sequence[tuple[str, float]] = ()
@@ -119,7 +125,7 @@ class EngineCore:
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request for the next steps.
+        """Queue a request for the next steps, or for those after a sleep.
 
         Raises InvalidRequestError: it can never run here; nothing was queued.
         """
@@ -134,17 +140,19 @@ class EngineCore:
                     param=field,
                 )
         request.sampling_params.verify_for_model(self.facts.vocab_size)
-        self._scheduler.add(request)
+        self._sleep.add(request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Drop these, whatever they are doing; nothing more comes out for them."""
         self._scheduler.abort(request_ids)
+        self._sleep.abort(request_ids)
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        """Whether ``step`` would do something; not for requests that wait for a sleep to end."""
+        return self._scheduler.has_work() or self._sleep.has_work()
 
     def stats(self) -> SchedulerStats:
-        return self._scheduler.stats()
+        return self._sleep.complete(self._scheduler.stats())
 
     def step(self) -> dict[int, EngineCoreOutputs]:
         """Compute one step; returns what it brought, by client index, statistics with each.
@@ -152,11 +160,14 @@ class EngineCore:
         A step that brought no token yet (a long prompt) reports its statistics to client 0.
         Without work: nothing. Any exception leaves the engine in doubt; the caller ends it.
         """
-        if not self._scheduler.has_work():
+        if self._scheduler.has_work():
+            plan = self._scheduler.schedule()
+            outputs = self._scheduler.update(plan, self._executor.execute(plan))
+        elif self._sleep.has_work():
+            outputs = self._sleep.step()
+        else:
             return {}
-        plan = self._scheduler.schedule()
-        outputs = self._scheduler.update(plan, self._executor.execute(plan))
-        stats, now = self._scheduler.stats(), self._clock.wall()
+        stats, now = self.stats(), self._clock.wall()
         return {
             client: EngineCoreOutputs(
                 rank=0, incarnation=0, outputs=news, stats=stats, timestamp=now
@@ -164,13 +175,35 @@ class EngineCore:
             for client, news in (outputs or {0: []}).items()
         }
 
-    def control(self, operation: ControlOperation) -> object:
-        """Carry out an operation; the result is of the type that the operation documents."""
+    def control(self, operation: ControlOperation) -> "Future[object]":
+        """Carry out an operation; the future has its result, or what it raised.
+
+        Done on return, but for a Sleep: that one is done by the steps to come.
+        """
+        done: Future[object] = Future()
+        try:
+            result = self._carry_out(operation)
+        except Exception as error:  # noqa: BLE001  utility dispatch: the error is the caller's
+            done.set_exception(error)
+            return done
+        if isinstance(result, Future):
+            return result
+        done.set_result(result)
+        return done
+
+    def _carry_out(self, operation: ControlOperation) -> object:
         match operation:
             case ResetPrefixCache():
                 return self._scheduler.reset_prefix_cache()
             case Ping():
-                return self._scheduler.stats()
+                return self.stats()
+            case Sleep():
+                return self._sleep.sleep(operation)
+            case WakeUp():
+                self._sleep.wake_up()
+                return None
+            case Profile():
+                return self._executor.profile(operation.action)
             case _:
                 assert_never(operation)
 

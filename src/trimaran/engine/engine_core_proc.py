@@ -12,6 +12,8 @@ import logging
 import os
 import queue
 import signal
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -64,7 +66,7 @@ class EngineCoreProc:
         self._items: queue.SimpleQueue[WorkItem] = queue.SimpleQueue()
         self._launcher = LauncherLink(self._context, spec, os.getpid(), clock)
         self._core: EngineCore
-        self._idle_stats = SchedulerStats()  # as last reported
+        self._reported = SchedulerStats()  # to all front ends
         self._num_clients = 0
         self._sender: OutputSender
         self._receiver: RequestReceiver
@@ -136,7 +138,7 @@ class EngineCoreProc:
         """
         while True:
             if idle := not self._core.has_work():
-                self._report_idle()
+                self._report(self._core.stats())
             try:
                 item = self._items.get(block=idle)
             except queue.Empty:
@@ -145,12 +147,11 @@ class EngineCoreProc:
                 return False
             self._apply(item.work, item.payload)
 
-    def _report_idle(self) -> None:
-        """Statistics otherwise come with outputs; aborts may leave nothing to put out."""
-        stats = self._core.stats()
-        if stats == self._idle_stats:
+    def _report(self, stats: SchedulerStats) -> None:
+        """Tell all: statistics otherwise come with outputs, and to whom those belong."""
+        if stats == self._reported:
             return
-        self._idle_stats = stats
+        self._reported = stats
         for client_index in range(self._num_clients):
             self._send(client_index, self._outputs(stats=stats))
 
@@ -164,17 +165,30 @@ class EngineCoreProc:
             case Work.ABORT:
                 self._core.abort_requests(payload.request_ids)
             case Work.UTILITY:
-                self._send(payload.client_index, self._outputs(utility=self._control(payload)))
+                future = self._core.control(payload.operation)
+                self._report_sleep()
+                future.add_done_callback(partial(self._answer, payload))
             case Work.FAILED:
                 raise payload
 
-    def _control(self, call: UtilityCall) -> UtilityOutput:
-        try:
-            result = self._core.control(call.operation)
-            return UtilityOutput(call.call_id, msgspec.msgpack.encode(result))
-        except Exception as error:  # noqa: BLE001  utility dispatch: the error is the caller's
+    def _report_sleep(self) -> None:
+        """Every front end knows that we sleep, or wake, before the one who asked is answered."""
+        stats, known = self._core.stats(), self._reported
+        if (stats.sleep_level, stats.is_falling_asleep) != (
+            known.sleep_level,
+            known.is_falling_asleep,
+        ):
+            self._report(stats)
+
+    def _answer(self, call: UtilityCall, future: "Future[object]") -> None:
+        self._report_sleep()
+        error = future.exception()
+        if error is None:
+            answer = UtilityOutput(call.call_id, msgspec.msgpack.encode(future.result()))
+        else:
             logger.warning("%s failed: %s", type(call.operation).__name__, error)
-            return UtilityOutput(call.call_id, error=str(error), error_type=type(error).__name__)
+            answer = UtilityOutput(call.call_id, error=str(error), error_type=type(error).__name__)
+        self._send(call.client_index, self._outputs(utility=answer))
 
     def _refuse(self, request: EngineCoreRequest) -> None:
         """Called in the input thread, where it finds the queue full."""

@@ -13,11 +13,14 @@ and never draws an EOS or stop token by chance. Other sampling parameters do not
 import math
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
+from trimaran.errors import ConflictError
 from trimaran.executor.base import ProgressCallback
 from trimaran.messages import (
+    AWAKE,
     KVCacheConfig,
     ModelFacts,
     ModelRunnerOutput,
@@ -84,6 +87,7 @@ class MockExecutor:
         self._sleep = sleep
         self._clock = clock
         self._rows: dict[str, _Row] = {}
+        self._sleep_level = AWAKE
         self._facts = ModelFacts(
             layout=make_kv_cache_layout(
                 [("full", 0), ("sliding", 64)],
@@ -110,6 +114,7 @@ class MockExecutor:
         on_progress("warming up", 1.0, "")
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        assert self._sleep_level == AWAKE, f"a plan while asleep at level {self._sleep_level}"
         deadline = self._clock.monotonic() + self._step_s
         rows = self._rows
         for request_id in plan.left_request_ids:
@@ -140,6 +145,18 @@ class MockExecutor:
             logprobs=[logprobs.get(i) for i in range(len(sampled))] if logprobs else None,
             prompt_logprobs=prompt_logprobs,
         )
+
+    def sleep(self, level: int) -> None:
+        assert not self._rows, f"asleep with {len(self._rows)} requests in the batch"
+        self._sleep_level = level
+
+    def wake_up(self, on_progress: ProgressCallback) -> None:
+        if self._sleep_level == 2:
+            self.load(on_progress)
+        self._sleep_level = AWAKE
+
+    def profile(self, action: Literal["start", "stop"]) -> str:
+        raise ConflictError("the mock executor computes nothing that could be profiled")
 
     def shutdown(self) -> None:
         self._rows.clear()

@@ -70,6 +70,8 @@ class Handshake:
         if engine is None or engine.incarnation != message.incarnation:
             raise ProtocolError(f"a message of an old or unknown engine of rank {message.rank}")
         if isinstance(message, EngineProgress):
+            if engine.ready is not None:
+                return None  # it wakes up from sleep: no start, and told elsewhere
             engine.phase, engine.detail = message.phase, message.detail
             engine.percent = max(engine.percent, min(message.percent, 100.0))
         else:

@@ -79,7 +79,11 @@ class Scheduler:
     # ----------------------------------------------------------------------------------- requests
 
     def add(self, source: EngineCoreRequest) -> None:
-        """Queue a request.
+        """Queue a request. Raises InvalidRequestError as ``prepare`` does."""
+        self.enqueue(self.prepare(source))
+
+    def prepare(self, source: EngineCoreRequest) -> Request:
+        """Check a request, to be queued now or later.
 
         Raises InvalidRequestError: it can never run here (empty, too long, known already).
         """
@@ -107,6 +111,10 @@ class Scheduler:
                 param="max_tokens",
                 hint="ask for fewer tokens, or start with more --kv-cache-memory-bytes",
             )
+        return request
+
+    def enqueue(self, request: Request) -> None:
+        """Queue what ``prepare`` returned."""
         self._sequence += 1
         request.order = self._policy(request, self._sequence)
         self._requests[request.request_id] = request
@@ -121,6 +129,17 @@ class Scheduler:
             queue = self._running if request.status is RequestStatus.RUNNING else self._waiting
             queue.remove(request)
             self._end(request, FinishReason.ABORT)
+
+    def end_all(self) -> dict[int, list[EngineCoreOutput]]:
+        """Abort every request; returns a last output for each, by client index."""
+        outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
+        for request in self._requests.values():
+            index = len(request.token_ids) - request.prompt_len
+            outputs[request.source.client_index].append(
+                EngineCoreOutput(request.request_id, index, [], FinishReason.ABORT)
+            )
+        self.abort(list(self._requests))
+        return outputs
 
     def has_work(self) -> bool:
         return bool(self._requests)

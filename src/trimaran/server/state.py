@@ -75,6 +75,11 @@ class ServerState:
             and self.deployment().ready
         )
 
+    @property
+    def sleep_phase(self) -> str | None:
+        """See ``AsyncLLM.sleep_phase``: requests are accepted then, and wait."""
+        return self.llm.sleep_phase if self.llm is not None else None
+
     def progress(self) -> tuple[str, float]:
         """(phase, percent of the start-up)."""
         if self.draining:
@@ -84,6 +89,8 @@ class ServerState:
         deployment = self.deployment()
         if deployment.ready and not self.is_ready:
             return "connecting", 99.0
+        if self.sleep_phase is not None:
+            return self.sleep_phase, 100.0
         return deployment.phase, deployment.percent
 
     def serving_llm(self) -> AsyncLLM:
