@@ -34,7 +34,7 @@ from trimaran.errors import (
     UnavailableError,
 )
 from trimaran.ids import engine_identity, rank_of_identity
-from trimaran.ipc.codec import Decoder, Encoder
+from trimaran.ipc.codec import Decoder, Encoder, Frame
 from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.sockets import Context, Sent
 from trimaran.launch.core_engines import LaunchedEngines, launch_core_engines
@@ -93,7 +93,7 @@ class MPClient(EngineCoreClient):
         self._queue: deque[EngineCoreOutputs] = deque()
         self._error: TrimaranError | None = None  # what every call raises from now on
         self._calls = UtilityCalls()
-        self._unsent: deque[list[bytes]] = deque()  # aborts and calls for a link that is full
+        self._unsent: deque[list[Frame]] = deque()  # aborts and calls for a link that is full
         self.num_dropped_messages = 0  # undecodable, or of an old incarnation
         self.resources = BackgroundResources()
         self._finalizer = weakref.finalize(self, self.resources)
@@ -212,8 +212,8 @@ class MPClient(EngineCoreClient):
         with self._lock:
             self._calls.forget(futures)
 
-    def _frames(self, engine: _Engine, kind: RequestType, message: msgspec.Struct) -> list[bytes]:
-        return [engine.identity, kind.value, self._encoder.encode(message)]
+    def _frames(self, engine: _Engine, kind: RequestType, message: msgspec.Struct) -> list[Frame]:
+        return [engine.identity, kind.value, *self._encoder.encode_frames(message)]
 
     def _send_surely(self, engine: _Engine, kind: RequestType, message: msgspec.Struct) -> bool:
         """Send, or keep for later what may not be refused; False: the engine is not connected."""

@@ -11,7 +11,7 @@ from typing import assert_never, cast
 
 from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
-from trimaran.errors import InvalidRequestError
+from trimaran.engine.request_checks import verify_request
 from trimaran.executor.base import Executor, ProgressCallback
 from trimaran.messages import (
     ControlOperation,
@@ -123,17 +123,7 @@ class EngineCore:
 
         Raises InvalidRequestError: it can never run here; nothing was queued.
         """
-        for field, token_ids in (
-            ("prompt", request.prompt_token_ids),
-            ("prior_output_ids", request.prior_output_ids),
-        ):
-            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.facts.vocab_size:
-                raise InvalidRequestError(
-                    f"{field} has token ids outside the vocabulary (0 to"
-                    f" {self.facts.vocab_size - 1}): from {min(token_ids)} to {max(token_ids)}",
-                    param=field,
-                )
-        request.sampling_params.verify_for_model(self.facts.vocab_size)
+        verify_request(request, self.facts)
         self._scheduler.add(request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """An executor without a model: tokens that look random and can be foretold.
 
 Owns: a fake model whose next token is a pure function of the last token, its position and the
-request's seed and choice. So a lost, doubled or reordered token changes everything behind it, while
+request's seed, choice and prompt_embeds. So a lost, doubled or reordered token changes everything behind it, while
 batching, chunking, preemption and resuming change nothing: a disturbed run is compared with
 an undisturbed one token by token. Used by process, load and chaos tests; chosen with
 ``--distributed-executor-backend mock``. Torch-free.
@@ -12,11 +12,13 @@ and never draws an EOS or stop token by chance. Other sampling parameters do not
 
 import math
 import time
+import zlib
 from collections.abc import Callable
 
 from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
 from trimaran.executor.base import ProgressCallback
+from trimaran.ipc.codec import Frame
 from trimaran.messages import (
     KVCacheConfig,
     ModelFacts,
@@ -44,6 +46,12 @@ def mock_token(last_token: int, position: int, salt: int) -> int:
     return FIRST_TOKEN + (mixed >> 32) % NUM_TOKENS
 
 
+def mock_salt(seed: int, choice_index: int = 0, prompt_embeds: Frame = b"") -> int:
+    """Of one stream: with embeddings, every one of their bytes matters to every token."""
+    checksum = zlib.crc32(prompt_embeds) * 0x9FB21C651E98DF25
+    return (seed * 0xD6E8FEB86659FD93 + choice_index + checksum) & _MASK
+
+
 class _Row:
     __slots__ = ("ending_ids", "forced", "min_len", "params", "prompt_len", "salt", "tokens")
 
@@ -52,7 +60,8 @@ class _Row:
         self.params = params
         self.tokens = list(data.token_ids)
         self.prompt_len = data.prompt_len
-        self.salt = ((params.seed or 0) * 0xD6E8FEB86659FD93 + data.choice_index) & _MASK
+        embeds = b"" if data.prompt_embeds is None else data.prompt_embeds.data.data
+        self.salt = mock_salt(params.seed or 0, data.choice_index, embeds)
         self.ending_ids = frozenset(data.eos_token_ids).union(params.stop_token_ids)
         self.min_len = data.prompt_len + params.min_tokens
         bias = max((params.logit_bias or {}).items(), key=lambda item: item[1], default=(0, 0.0))

@@ -7,6 +7,7 @@ KVCacheManager's.
 
 from enum import IntEnum
 
+from trimaran.ids import unique_id
 from trimaran.messages import EngineCoreRequest, FinishReason, NewRequestData, TokenLogprobs
 
 NEVER = 1 << 62  # entered_step of a request that is in no batch
@@ -24,6 +25,7 @@ class Request:
     __slots__ = (
         "block_hashes",
         "block_tables",
+        "cache_salt",
         "entered_step",
         "finish_reason",
         "first_output_pending",
@@ -81,6 +83,8 @@ class Request:
         self.block_tables: list[list[int]] = []
         self.num_slots = 0  # positions that have a block
         self.num_released_blocks: list[int] = []  # per group: null entries its table begins with
+        # Embeddings are not told apart by their placeholder tokens: nobody shares their blocks.
+        self.cache_salt = source.cache_salt if source.prompt_embeds is None else unique_id()
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
 
@@ -114,4 +118,5 @@ class Request:
             block_ids=[table.copy() for table in self.block_tables],
             choice_index=source.choice_index,
             bad_words_token_ids=source.bad_words_token_ids,
+            prompt_embeds=source.prompt_embeds,
         )
