@@ -17,6 +17,7 @@ from trimaran.client.input_processor import InputProcessor
 from trimaran.client.model_files import open_model_files, with_model_path
 from trimaran.client.output_processor import Metrics, OutputProcessor, RequestStream
 from trimaran.client.outputs import RequestOutput
+from trimaran.client.prompt_embeds import Prompt
 from trimaran.config import EngineConfig
 from trimaran.errors import EngineDeadError, InvalidRequestError, UnavailableError
 from trimaran.formats.checkpoint import ModelSource
@@ -149,7 +150,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str | None = None,
@@ -159,6 +160,8 @@ class AsyncLLM:
         continues_prompt: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Items as ``params.output_kind`` asks. Closing the iterator aborts the request.
+
+        ``prompt``: a text, token ids, or ``{"prompt_embeds": [P, hidden_size]}``.
 
         ``continues_prompt``: the text reads on from the prompt's; False for an answer in a chat,
         which begins a text (a leading SentencePiece space is dropped).

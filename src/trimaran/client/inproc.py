@@ -27,7 +27,7 @@ class InprocClient(EngineCoreClient):
 
     def __init__(self, config: EngineConfig) -> None:
         self._incarnation = new_incarnation()
-        self._failed: deque[EngineCoreOutputs] = deque()
+        self._answers: deque[EngineCoreOutputs] = deque()
         self._error: TrimaranError | None = None
         self._core = EngineCore(config, make_executor(config))
         self._ready = self._core.ready_response(0, self._incarnation, ())
@@ -46,12 +46,12 @@ class InprocClient(EngineCoreClient):
         self._check()
         request.client_index = 0
         try:
-            self._core.add_request(request)
+            answer = self._core.add_request(request)
         except TrimaranError as error:
-            # As from an engine process, the refusal is the request's only output.
-            self._failed.append(
-                EngineCoreOutputs(0, self._incarnation, outputs=[failed_output(request, error)])
-            )
+            answer = failed_output(request, error)
+        if answer is not None:
+            # As from an engine process, it is the request's only output.
+            self._answers.append(EngineCoreOutputs(0, self._incarnation, outputs=[answer]))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         self._check()
@@ -60,8 +60,8 @@ class InprocClient(EngineCoreClient):
     def get_output(self, timeout_s: float | None = None) -> EngineCoreOutputs:
         """The outputs of one step; empty ones where there is no work."""
         self._check()
-        if self._failed:
-            return self._failed.popleft()
+        if self._answers:
+            return self._answers.popleft()
         try:
             outputs = self._core.step().get(0)
         except Exception as error:

@@ -11,6 +11,7 @@ from trimaran.client.input_processor import InputProcessor
 from trimaran.client.model_files import open_model_files, with_model_path
 from trimaran.client.output_processor import OutputProcessor, RequestStream
 from trimaran.client.outputs import RequestOutput
+from trimaran.client.prompt_embeds import Prompt
 from trimaran.config import EngineConfig
 from trimaran.errors import EngineDeadError, InvalidRequestError
 from trimaran.messages import ControlOperation
@@ -46,7 +47,7 @@ class LLMEngine:
     def add_request(
         self,
         request_id: str,
-        prompt: str | list[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         priority: int = 0,

@@ -15,6 +15,7 @@ from trimaran.engine.request_checks import verify_request
 from trimaran.executor.base import Executor, ProgressCallback
 from trimaran.messages import (
     ControlOperation,
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreReadyResponse,
     EngineCoreRequest,
@@ -118,13 +119,13 @@ class EngineCore:
             phases=[*phases, *self.phases],
         )
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request for the next steps.
+    def add_request(self, request: EngineCoreRequest) -> EngineCoreOutput | None:
+        """Queue a request for the next steps. Returns its only output if there is nothing to do.
 
         Raises InvalidRequestError: it can never run here; nothing was queued.
         """
         verify_request(request, self.facts)
-        self._scheduler.add(request)
+        return self._scheduler.add(request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Drop these, whatever they are doing; nothing more comes out for them."""

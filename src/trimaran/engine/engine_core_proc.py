@@ -158,9 +158,11 @@ class EngineCoreProc:
         match work:
             case Work.ADD:
                 try:
-                    self._core.add_request(payload)
+                    answer = self._core.add_request(payload)
                 except TrimaranError as error:
-                    self._fail_request(payload, error)
+                    answer = failed_output(payload, error)
+                if answer is not None:
+                    self._send(payload.client_index, self._outputs(outputs=[answer]))
             case Work.ABORT:
                 self._core.abort_requests(payload.request_ids)
             case Work.UTILITY:
@@ -178,11 +180,9 @@ class EngineCoreProc:
 
     def _refuse(self, request: EngineCoreRequest) -> None:
         """Called in the input thread, where it finds the queue full."""
-        self._fail_request(request, OverloadedError("too many requests wait for this engine"))
-
-    def _fail_request(self, request: EngineCoreRequest, error: TrimaranError) -> None:
-        output = failed_output(request, error)
-        self._send(request.client_index, self._outputs(outputs=[output]))
+        error = OverloadedError("too many requests wait for this engine")
+        answer = failed_output(request, error)
+        self._send(request.client_index, self._outputs(outputs=[answer]))
 
     def _outputs(self, **content: Any) -> EngineCoreOutputs:
         return EngineCoreOutputs(

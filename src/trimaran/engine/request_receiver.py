@@ -117,9 +117,7 @@ class RequestReceiver:
             else:
                 self._items.put(item)
 
-    def _item(
-        self, frames: list[bytes], buffers: list[memoryview], client_index: int
-    ) -> WorkItem:
+    def _item(self, frames: list[bytes], buffers: list[memoryview], client_index: int) -> WorkItem:
         if len(frames) != 2:
             raise ProtocolError("a request message has at least 2 frames")
         kind, payload = frames

@@ -1,10 +1,10 @@
 """An executor without a model: tokens that look random and can be foretold.
 
 Owns: a fake model whose next token is a pure function of the last token, its position and the
-request's seed, choice and prompt_embeds. So a lost, doubled or reordered token changes everything behind it, while
-batching, chunking, preemption and resuming change nothing: a disturbed run is compared with
-an undisturbed one token by token. Used by process, load and chaos tests; chosen with
-``--distributed-executor-backend mock``. Torch-free.
+request's seed, choice and prompt_embeds. So a lost, doubled or reordered token, or a damaged byte,
+changes everything behind it, while batching, chunking, preemption and resuming change nothing: a
+disturbed run is compared with an undisturbed one token by token. Used by process, load and chaos
+tests; chosen with ``--distributed-executor-backend mock``. Torch-free.
 
 It honours what tests need to force an end: logit_bias (the highest positive bias wins), min_tokens,
 and never draws an EOS or stop token by chance. Other sampling parameters do not matter to it.

@@ -62,9 +62,7 @@ class Context:
     def pull(self, address: str, listening_fd: int) -> "Socket":
         return _bind(self._open(zmq.PULL, OUTPUT_HWM), address, listening_fd)
 
-    def dealer(
-        self, address: str, identity: bytes, *, takes_buffers: bool = False
-    ) -> "Socket":
+    def dealer(self, address: str, identity: bytes, *, takes_buffers: bool = False) -> "Socket":
         """``takes_buffers``: messages may bring frames of up to max_buffer_bytes."""
         socket = self._open(zmq.DEALER, REQUEST_HWM)
         if takes_buffers:

@@ -8,7 +8,13 @@ KVCacheManager's.
 from enum import IntEnum
 
 from trimaran.ids import unique_id
-from trimaran.messages import EngineCoreRequest, FinishReason, NewRequestData, TokenLogprobs
+from trimaran.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    NewRequestData,
+    TokenLogprobs,
+)
 
 NEVER = 1 << 62  # entered_step of a request that is in no batch
 
@@ -99,6 +105,15 @@ class Request:
         if token in self.stop_ids and num_tokens > self.min_total_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_tokens >= self.max_total_tokens else None
+
+    def answer_at_once(self) -> EngineCoreOutput | None:
+        """The end of a request whose prior output has reached one; None: there is more to come."""
+        prior = self.source.prior_output_ids
+        reason = self.stop_at(prior[-1]) if prior else None
+        if reason is None:
+            return None
+        stop_reason = self.stop_reason(prior[-1]) if reason is FinishReason.STOP else None
+        return EngineCoreOutput(self.request_id, len(prior), [], reason, stop_reason)
 
     def stop_reason(self, token: int) -> int | None:
         """The stop token id to report: one that the user gave and that is not just an EOS."""

@@ -75,8 +75,8 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------------- requests
 
-    def add(self, source: EngineCoreRequest) -> None:
-        """Queue a request.
+    def add(self, source: EngineCoreRequest) -> EngineCoreOutput | None:
+        """Queue a request. Returns its only output where its prior output is all there is.
 
         Raises InvalidRequestError: it can never run here (empty, too long, known already).
         """
@@ -94,6 +94,8 @@ class Scheduler:
                 " (--max-model-len)",
                 param="prompt",
             )
+        if (answer := request.answer_at_once()) is not None:
+            return answer
         needed = self._kv.peak_blocks(request.num_kv_tokens)
         usable = self._kv.pool.num_blocks - 1
         if needed > usable:
@@ -108,6 +110,7 @@ class Scheduler:
         request.order = self._policy(request, self._sequence)
         self._requests[request.request_id] = request
         self._waiting.add(request)
+        return None
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests in whatever state; unknown and finished ones are no matter."""

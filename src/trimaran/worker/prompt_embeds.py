@@ -4,6 +4,8 @@ Owns: the rows as they lie in the memory they came in, and which of them a step 
 nothing of what the model does with them. Called by ``model_runner``.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -11,7 +13,7 @@ from trimaran.messages import NewRequestData, SchedulerOutput
 from trimaran.model.models.decoder import GivenEmbeddings
 
 # numpy has no bfloat16: its bits, which torch then takes for what they are.
-_STORED = {"float32": np.dtype("<f4"), "bfloat16": np.dtype("<u2")}
+_STORED: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "bfloat16": np.dtype("<u2")}
 
 
 class PromptEmbeds:
