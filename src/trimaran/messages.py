@@ -4,7 +4,8 @@ Owns: the shapes, the message types and the protocol version. Knows nothing of s
 who sends (client/, engine/, launch/). Add a field at the end with a default, or raise
 PROTOCOL_VERSION; tests/unit/test_messages.py holds the shapes.
 
-    front end --ADD/ABORT/UTILITY-->  engine     (ROUTER -> DEALER: [identity,] type, payload)
+    front end --ADD/ABORT/UTILITY-->  engine     (ROUTER -> DEALER: [identity,] type, payload,
+                                                  buffers of an ADD: see ipc/codec.py)
     front end <--EngineCoreOutputs--  engine     (PUSH -> PULL: payload)
     launcher  <--Hello/Progress/..->  engine     (ROUTER <-> DEALER: the handshake)
     engine    --SchedulerOutput-->    executor --ModelRunnerOutput--> engine
@@ -15,10 +16,11 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from trimaran.errors import InvalidRequestError
+from trimaran.errors import InvalidRequestError, ProtocolError
+from trimaran.ipc.codec import Buffer
 from trimaran.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # 2: buffer frames, prompt_embeds
 
 # First frame of the message by which an engine says that it crashed (then: an EngineDeath).
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
@@ -48,6 +50,24 @@ class FinishReason(IntEnum):
 
 # --------------------------------------------------------------------- requests and their outputs
 
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class Tensor(msgspec.Struct, array_like=True, gc=False):
+    """Numbers, little-endian, the last dimension innermost."""
+
+    dtype: Literal["float32", "bfloat16"]
+    shape: tuple[int, int]  # rows, columns
+    data: Buffer
+
+    def verify(self) -> None:
+        """Raise ProtocolError: the bytes are not as many as the shape says."""
+        rows, columns = self.shape
+        if rows < 1 or columns < 1 or rows * columns * ITEM_BYTES[self.dtype] != self.data.nbytes:
+            raise ProtocolError(
+                f"{self.data.nbytes} bytes are not {rows} x {columns} numbers of {self.dtype}"
+            )
+
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One sequence to generate (n > 1 is fanned out by the front end, one request per choice)."""
@@ -66,6 +86,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     bad_words_token_ids: list[list[int]] = []
     cache_salt: str | None = None
     external_id: str = ""
+    # One row per prompt token, instead of its embedding: what the first layer sees (after the
+    # model's own embedding scale). prompt_token_ids then are placeholders.
+    prompt_embeds: Tensor | None = None
 
 
 class AbortRequests(msgspec.Struct, array_like=True, gc=False):
@@ -255,6 +278,11 @@ class EngineCoreReadyResponse(msgspec.Struct, array_like=True, tag="ready", gc=F
     phases: list[tuple[str, float]] = []  # start-up phases and their seconds
     world_size: int = 1
 
+    def verify(self) -> None:
+        """Raise ProtocolError: no engine can have found this."""
+        if min(self.num_kv_blocks, self.block_size, self.max_model_len, self.vocab_size) < 1:
+            raise ProtocolError(f"an engine of rank {self.rank} that can compute nothing is ready")
+
 
 HandshakeMessage = (
     EngineHello | EngineInit | HandshakeRefusal | EngineProgress | EngineCoreReadyResponse
@@ -326,6 +354,7 @@ class ModelFacts(msgspec.Struct, array_like=True, frozen=True, gc=False):
     available_kv_bytes: int
     num_threads: int
     kernels: str
+    hidden_size: int = 0  # of a row of prompt_embeds; 0: any
 
 
 # ------------------------------------------------------------------------ one step of the executor
@@ -342,6 +371,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     block_ids: list[list[int]]  # per KV group, from the start of the sequence
     choice_index: int = 0
     bad_words_token_ids: list[list[int]] = []
+    prompt_embeds: Tensor | None = None  # of the first prompt_len tokens
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):

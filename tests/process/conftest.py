@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from trimaran.ipc.codec import INLINE_BYTES
+from trimaran.ipc.folder import PrivateFolder
+from trimaran.ipc.sockets import Context
+from trimaran.launch.links import BoundLinks
+
 DEADLINE_S = 10.0
 
 
@@ -59,7 +64,8 @@ def _descriptors():
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(monkeypatch, tmp_path):  # tmp_path: pytest's own folder is made before ours
+def nothing_left(monkeypatch, tmp_path, pyzmqs_thread):
+    # tmp_path: pytest's own folder is made before ours.
     # Short, for socket paths; and away from what other programs leave in /tmp.
     folder = tempfile.mkdtemp(prefix="t-", dir="/tmp")
     monkeypatch.setenv("TMPDIR", folder)
@@ -78,3 +84,25 @@ def nothing_left(monkeypatch, tmp_path):  # tmp_path: pytest's own folder is mad
     left = os.listdir(folder)
     assert not left, f"left in the temporary folder: {left}"
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def pyzmqs_thread():
+    """pyzmq starts a thread of its own, for good, with the first frame that it does not copy."""
+    context = Context()
+    left, right = context.pair()
+    left.try_send([memoryview(bytes(INLINE_BYTES))])
+    right.receive(DEADLINE_S)
+    for each in (left, right, context):
+        each.close()
+
+
+@pytest.fixture
+def links():
+    """Of two front ends of engine rank 0."""
+    folder = PrivateFolder(tempfile.gettempdir())
+    bound = [BoundLinks.bind(folder, index, (0,)) for index in range(2)]
+    yield [each.spec for each in bound]
+    for each in bound:
+        each.close()
+    folder.close()

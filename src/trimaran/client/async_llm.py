@@ -17,6 +17,7 @@ from trimaran.client.input_processor import InputProcessor
 from trimaran.client.model_files import open_model_files, with_model_path
 from trimaran.client.output_processor import Metrics, OutputProcessor, RequestStream
 from trimaran.client.outputs import RequestOutput, RequestTimeline
+from trimaran.client.prompt_embeds import Prompt
 from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
 from trimaran.errors import EngineDeadError, InvalidRequestError, UnavailableError
@@ -161,7 +162,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str | None = None,
@@ -171,6 +172,8 @@ class AsyncLLM:
         timeline: RequestTimeline | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Items as ``params.output_kind`` asks. Closing the iterator aborts the request.
+
+        ``prompt``: a text, token ids, or ``{"prompt_embeds": [P, hidden_size]}``.
 
         ``continues_prompt``: the text reads on from the prompt's; False for an answer in a chat,
         which begins a text (a leading SentencePiece space is dropped). ``timeline``: of a request

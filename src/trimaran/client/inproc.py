@@ -53,12 +53,12 @@ class InprocClient(EngineCoreClient):
         self._check()
         request.client_index = 0
         try:
-            self._core.add_request(request)
+            answer = self._core.add_request(request)
         except TrimaranError as error:
-            # As from an engine process, the refusal is the request's only output.
-            self._waiting.append(
-                EngineCoreOutputs(0, self._incarnation, outputs=[failed_output(request, error)])
-            )
+            answer = failed_output(request, error)
+        if answer is not None:
+            # As from an engine process, it is the request's only output.
+            self._waiting.append(EngineCoreOutputs(0, self._incarnation, outputs=[answer]))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         self._check()

@@ -10,10 +10,11 @@ import secrets
 
 import msgspec
 
+from trimaran.client.prompt_embeds import EmbedsPrompt, prompt_tensor
 from trimaran.errors import InvalidRequestError
 from trimaran.formats.checkpoint import ModelSource
 from trimaran.ids import unique_id
-from trimaran.messages import EngineCoreRequest
+from trimaran.messages import EngineCoreRequest, Tensor
 from trimaran.sampling_params import SamplingParams
 from trimaran.text.tokenizer import Tokenizer
 
@@ -38,6 +39,7 @@ class InputProcessor:
         rows = source.architecture.vocab_size
         # An id that the model has no row for never comes, and must not be looked up.
         self._eos_token_ids = [i for i in source.generation.eos_token_ids if 0 <= i < rows]
+        self._hidden_size = source.architecture.hidden_size
         # With a server seed the sequence of per-request seeds repeats from start to start; without
         # one it comes from the system. Never from the global random state.
         self._seeds = random.Random(seed) if seed >= 0 else None
@@ -46,7 +48,7 @@ class InputProcessor:
 
     def make_requests(
         self,
-        prompt_token_ids: list[int],
+        prompt: list[int] | EmbedsPrompt,
         params: SamplingParams,
         *,
         request_id: str,
@@ -58,6 +60,7 @@ class InputProcessor:
 
         Raises InvalidRequestError naming the field at fault.
         """
+        prompt_token_ids, embeds = self._known(prompt)
         params.verify()
         params.verify_for_model(self.vocab_size)
         max_tokens = self._check_lengths(prompt_token_ids, params)
@@ -67,6 +70,10 @@ class InputProcessor:
             )
         if not -(1 << 31) <= priority < 1 << 31:
             raise InvalidRequestError("priority must fit 32 bits", param="priority")
+        if embeds is not None and params.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs needs a prompt of tokens", param="prompt_logprobs"
+            )
         params = msgspec.structs.replace(
             params, seed=self._seed() if params.seed is None else params.seed, max_tokens=max_tokens
         )
@@ -84,9 +91,17 @@ class InputProcessor:
                 bad_words_token_ids=bad_words,
                 cache_salt=cache_salt,
                 external_id=request_id,
+                prompt_embeds=embeds,
             )
             for index in range(params.n)
         ]
+
+    def _known(self, prompt: list[int] | EmbedsPrompt) -> tuple[list[int], Tensor | None]:
+        """Token ids, which only hold places where the rows of a tensor stand for them."""
+        if not isinstance(prompt, dict):
+            return prompt, None
+        embeds = prompt_tensor(prompt, self._hidden_size)
+        return [0] * embeds.shape[0], embeds
 
     def _check_lengths(self, prompt: list[int], params: SamplingParams) -> int:
         limit, length = self.max_model_len, len(prompt)

@@ -12,13 +12,13 @@ import msgspec
 
 from trimaran.client.llm_engine import LLMEngine
 from trimaran.client.outputs import RequestOutput
+from trimaran.client.prompt_embeds import Prompt
 from trimaran.config import resolve
 from trimaran.errors import ConflictError, InvalidRequestError
 from trimaran.ids import external_id
 from trimaran.sampling_params import RequestOutputKind, SamplingParams
 from trimaran.text.chat_encoding import encode_chat
 
-Prompt = str | list[int]
 Message = dict[str, Any]
 
 
@@ -48,17 +48,17 @@ class LLM:
         *,
         use_progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt (text, or token ids), one result each, in order.
+        """Complete every prompt, one result each, in order.
+
+        A prompt is a text, token ids, or ``{"prompt_embeds": array [P, hidden_size]}``: float32
+        rows that stand instead of the embeddings of P tokens (``client.prompt_embeds``).
 
         ``sampling_params``: one for all, or one per prompt. ``use_progress``: a progress bar on
         stderr (default: where that is a terminal).
         Raises InvalidRequestError: a prompt or parameter is wrong; nothing is left running.
         Raises ConflictError: the engine sleeps, so that nothing would ever come.
         """
-        if isinstance(prompts, str) or (prompts and type(prompts[0]) is int):
-            batch: list[Prompt] = [prompts]  # type: ignore[list-item]
-        else:
-            batch = list(prompts)  # type: ignore[arg-type]
+        batch = cast("list[Prompt]", [prompts] if _is_one(prompts) else list(prompts))
         return self._run(batch, sampling_params, use_progress, is_chat=False)
 
     def chat(
@@ -156,6 +156,10 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+def _is_one(prompts: Any) -> bool:
+    return isinstance(prompts, str | dict) or (bool(prompts) and type(prompts[0]) is int)
 
 
 def _params_per_prompt(

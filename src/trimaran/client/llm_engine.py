@@ -12,6 +12,7 @@ from trimaran.client.input_processor import InputProcessor
 from trimaran.client.model_files import open_model_files, with_model_path
 from trimaran.client.output_processor import OutputProcessor, RequestStream
 from trimaran.client.outputs import RequestOutput, RequestTimeline
+from trimaran.client.prompt_embeds import Prompt
 from trimaran.clock import SYSTEM_CLOCK
 from trimaran.config import EngineConfig
 from trimaran.errors import EngineDeadError, InvalidRequestError
@@ -48,7 +49,7 @@ class LLMEngine:
     def add_request(
         self,
         request_id: str,
-        prompt: str | list[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         priority: int = 0,

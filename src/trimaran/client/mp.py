@@ -34,7 +34,7 @@ from trimaran.errors import (
     UnavailableError,
 )
 from trimaran.ids import engine_identity, rank_of_identity
-from trimaran.ipc.codec import Decoder, Encoder
+from trimaran.ipc.codec import Decoder, Encoder, Frame
 from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.sockets import Context, Sent
 from trimaran.launch.core_engines import LaunchedEngines, launch_core_engines
@@ -93,8 +93,8 @@ class MPClient(EngineCoreClient):
         self._queue: deque[EngineCoreOutputs] = deque()
         self._error: TrimaranError | None = None  # what every call raises from now on
         self._calls = UtilityCalls()
-        self._unsent: deque[list[bytes]] = deque()  # aborts and calls for a link that is full
-        self.num_dropped_messages = 0  # undecodable, or of an old incarnation
+        self._unsent: deque[list[Frame]] = deque()  # aborts and calls for a link that is full
+        self.num_dropped_messages = 0  # undecodable, absurd, or of an old incarnation
         self.resources = BackgroundResources()
         self._finalizer = weakref.finalize(self, self.resources)
         try:
@@ -212,8 +212,8 @@ class MPClient(EngineCoreClient):
         with self._lock:
             self._calls.forget(futures)
 
-    def _frames(self, engine: _Engine, kind: RequestType, message: msgspec.Struct) -> list[bytes]:
-        return [engine.identity, kind.value, self._encoder.encode(message)]
+    def _frames(self, engine: _Engine, kind: RequestType, message: msgspec.Struct) -> list[Frame]:
+        return [engine.identity, kind.value, *self._encoder.encode_frames(message)]
 
     def _send_surely(self, engine: _Engine, kind: RequestType, message: msgspec.Struct) -> bool:
         """Send, or keep for later what may not be refused; False: the engine is not connected."""
@@ -233,8 +233,10 @@ class MPClient(EngineCoreClient):
     def _on_greeting(self, frames: list[bytes]) -> None:
         """The first message of an engine on its request link: from now on we may speak."""
         try:
-            response = self._decode_ready.decode(frames[-1])
-            engine = self._engines.get(rank_of_identity(frames[0]))
+            identity, payload = frames
+            response = self._decode_ready.decode(payload)
+            response.verify()
+            engine = self._engines.get(rank_of_identity(identity))
         except (ProtocolError, ValueError) as error:
             self._drop("a greeting", error)
             return
@@ -242,13 +244,18 @@ class MPClient(EngineCoreClient):
             if engine is None or engine.rank != response.rank:
                 self._drop("a greeting", f"no engine of rank {response.rank} is expected")
                 return
+            if not engine.dead and engine.incarnation not in (None, response.incarnation):
+                self._drop("a greeting", f"the engine of rank {engine.rank} is another, and lives")
+                return
             engine.incarnation, engine.ready = response.incarnation, response
 
     def _on_output(self, frames: list[bytes]) -> None:
         try:
-            if frames[0] == ENGINE_CORE_DEAD:
-                self._engine_died(self._decode_death.decode(frames[-1]))
+            if frames[0] == ENGINE_CORE_DEAD and len(frames) == 2:
+                self._on_last_words(self._decode_death.decode(frames[1]))
                 return
+            if len(frames) != 1:
+                raise ProtocolError(f"outputs have one frame, got {len(frames)}")
             outputs = self._decode_outputs.decode(frames[0])
         except ProtocolError as error:
             self._drop("a message", error)
@@ -259,13 +266,21 @@ class MPClient(EngineCoreClient):
                 self._drop("outputs", f"from an old engine of rank {outputs.rank}")
                 return
             if outputs.utility is not None:
-                self._calls.complete(outputs.utility)
+                if not self._calls.complete(outputs.rank, outputs.utility):
+                    self._drop("an answer", "nobody waits for it")
                 return
             if len(self._queue) < _MAX_QUEUED:
                 self._queue.append(outputs)
             else:
                 append_or_merge(self._queue, outputs)
             self._wake_receiver()
+
+    def _on_last_words(self, death: EngineDeath) -> None:
+        engine = self._engines.get(death.rank)
+        if engine is None or engine.incarnation not in (None, death.incarnation):
+            self._drop("a death", f"of an old or unknown engine of rank {death.rank}")
+        else:
+            self._engine_died(death)
 
     def _drop(self, what: str, why: object) -> None:
         self.num_dropped_messages += 1

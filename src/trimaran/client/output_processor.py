@@ -7,6 +7,7 @@ take costs others nothing: what it has not taken is merged into one item.
 """
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from trimaran.client.outputs import (
     TokenLogprob,
 )
 from trimaran.clock import SYSTEM_CLOCK, Clock
-from trimaran.errors import RequestFailedError, TrimaranError
+from trimaran.errors import ProtocolError, RequestFailedError, TrimaranError
 from trimaran.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -64,7 +65,7 @@ class _Choice:
         self.request = request
         self.index = request.choice_index
         self.timeline = ChoiceTimeline(request.choice_index)
-        self.token_ids: list[int] = list(request.prior_output_ids)
+        self.token_ids: list[int] = []
         self.parts: list[str] = []
         self.logprobs: list[PositionLogprobs] = []
         self.taken_tokens = self.taken_parts = self.taken_logprobs = 0
@@ -74,16 +75,25 @@ class _Choice:
         self.stop: StopChecker | None = None
         if params.detokenize:
             # A completion reads on from its prompt; an answer in a chat is a text of its own.
-            before = request.prompt_token_ids if stream.continues_prompt else ()
+            # Placeholders of embeddings have no text.
+            continues = stream.continues_prompt and request.prompt_embeds is None
+            before = request.prompt_token_ids if continues else ()
             self.detokenizer = IncrementalDetokenizer(
                 tokenizer, before, skip_special_tokens=params.skip_special_tokens
             )
         if params.stop:
             self.stop = StopChecker(params.stop, include_stop=params.include_stop_str_in_output)
+        if prior := request.prior_output_ids:
+            # Its consumer has them: the text and what stop strings look at go on from there.
+            self._push(prior, len(prior))
+            self.taken_tokens, self.taken_parts = len(self.token_ids), len(self.parts)
 
     def receive(self, output: EngineCoreOutput, tokenizer: Tokenizer) -> bool:
         """Take in new tokens; True if a stop string ended the choice before the engine did."""
         params = self.stream.params
+        if self.finish_reason is not None:
+            return True  # by a stop string in what came before it was resumed
+        _verify(output)
         # A resend starts at an index already received: what is known is dropped, never doubled.
         known = len(self.token_ids) - output.first_index
         if known < 0:
@@ -91,21 +101,17 @@ class _Choice:
                 f"tokens {len(self.token_ids)} to {output.first_index - 1} of a request were lost"
             )
         new_ids = output.new_token_ids[known:] if known else output.new_token_ids
-        text_ids = new_ids
+        num_text_ids = len(new_ids)
         if (
             output.finish_reason is FinishReason.STOP
             and new_ids
             and not params.include_stop_str_in_output
         ):
-            text_ids = new_ids[:-1]  # the token that ended it is no part of the text
-        if self.stop is None or self.stream.min_tokens_pending(len(self.token_ids)):
-            self.token_ids += new_ids
-            if self.detokenizer is not None and text_ids:
-                self._emit(self.detokenizer.push(text_ids))
-        elif self._push_until_stop(new_ids, len(text_ids)):
-            self._add_logprobs(output.logprobs, known, tokenizer)
-            return output.finish_reason is None
+            num_text_ids -= 1  # the token that ended it is no part of the text
+        stopped = self._push(new_ids, num_text_ids)
         self._add_logprobs(output.logprobs, known, tokenizer)
+        if stopped:
+            return output.finish_reason is None
         if output.finish_reason is not None:
             self._finish(str(output.finish_reason), output.stop_reason)
         return False
@@ -113,6 +119,19 @@ class _Choice:
     def _emit(self, text: str) -> None:
         if text:
             self.parts.append(text)
+
+    def _push(self, new_ids: list[int], num_text_ids: int) -> bool:
+        """True if a stop string ended the choice."""
+        exempt = len(new_ids)
+        if self.stop is not None:  # not looked for before min_tokens
+            exempt = max(0, self.stream.params.min_tokens - len(self.token_ids))
+        head = new_ids[:exempt]
+        self.token_ids += head
+        if self.detokenizer is not None and (text_ids := head[:num_text_ids]):
+            self._emit(self.detokenizer.push(text_ids))
+        return exempt < len(new_ids) and self._push_until_stop(
+            new_ids[exempt:], num_text_ids - exempt
+        )
 
     def _push_until_stop(self, new_ids: list[int], num_text_ids: int) -> bool:
         # Token by token, so that nothing after a stop string is counted or returned.
@@ -205,10 +224,6 @@ class RequestStream:
     @property
     def finished(self) -> bool:
         return self.num_unfinished == 0
-
-    def min_tokens_pending(self, num_tokens: int) -> bool:
-        """Whether stop strings are not looked for yet."""
-        return num_tokens < self.params.min_tokens
 
     def notify(self) -> None:
         if self.params.output_kind is not RequestOutputKind.FINAL_ONLY or self.finished:
@@ -375,6 +390,22 @@ class OutputProcessor:
             timeline.finished - timeline.received,
             timeline.scheduled - timeline.received if timeline.scheduled else 0.0,
         )
+
+
+def _verify(output: EngineCoreOutput) -> None:
+    """Raise ProtocolError: no engine of ours sends this."""
+    count = len(output.new_token_ids)
+    if output.first_index < 0:
+        raise ProtocolError(f"outputs from the token with the index {output.first_index}")
+    for columns in (output.logprobs, output.prompt_logprobs):
+        if columns is None:
+            continue
+        sizes = {len(columns.token_ids), len(columns.logprobs), len(columns.ranks)}
+        if len(sizes) > 1 or (columns is output.logprobs and sizes != {count}):
+            raise ProtocolError(f"log-probabilities of {sorted(sizes)} tokens for {count}")
+        for ids, values in zip(columns.token_ids, columns.logprobs, strict=True):
+            if not ids or len(ids) != len(values) or any(map(math.isnan, values)):
+                raise ProtocolError("log-probabilities that are not numbers, one a token")
 
 
 def position_logprobs(columns: TokenLogprobs, tokenizer: Tokenizer) -> list[PositionLogprobs]:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import msgspec
-
 from trimaran.errors import (
     ConflictError,
     DeadlineExceededError,
@@ -19,6 +17,7 @@ from trimaran.errors import (
     RequestFailedError,
     TrimaranError,
 )
+from trimaran.ipc.codec import Decoder
 from trimaran.messages import ControlOperation, UtilityOutput
 
 
@@ -40,22 +39,25 @@ class UtilityCalls:
         self._calls[call_id] = _Call(future, rank, operation)
         return call_id, future
 
-    def complete(self, output: UtilityOutput) -> None:
-        call = self._calls.pop(output.call_id, None)
-        if call is None:
-            return  # its caller gave up
+    def complete(self, rank: int, output: UtilityOutput) -> bool:
+        """False: this engine was not asked, or its caller gave up."""
+        call = self._calls.get(output.call_id)
+        if call is None or call.rank != rank:
+            return False
+        del self._calls[output.call_id]
         if output.error is not None:
             error_type = output.error_type or "an error"
             _fail(call.future, operation_failed(call.operation, error_type, output.error))
-            return
+            return True
         try:
-            result = msgspec.msgpack.decode(output.result, type=call.operation.result_type)
-        except msgspec.MsgspecError as error:
+            result = Decoder[object](call.operation.result_type).decode(output.result)
+        except ProtocolError as error:
             name = type(call.operation).__name__
             _fail(call.future, ProtocolError(f"{name}: its result is malformed: {error}"))
-            return
+            return True
         if call.future.set_running_or_notify_cancel():
             call.future.set_result(result)
+        return True
 
     def forget(self, futures: "Sequence[Future[object]]") -> None:
         """Nobody waits for these any more."""

@@ -12,11 +12,12 @@ from typing import assert_never, cast
 
 from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
+from trimaran.engine.request_checks import verify_request
 from trimaran.engine.sleep import SleepControl
-from trimaran.errors import InvalidRequestError
 from trimaran.executor.base import Executor, ProgressCallback
 from trimaran.messages import (
     ControlOperation,
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreReadyResponse,
     EngineCoreRequest,
@@ -124,23 +125,14 @@ class EngineCore:
             phases=[*phases, *self.phases],
         )
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest) -> EngineCoreOutput | None:
         """Queue a request for the next steps, or for those after a sleep.
 
+        Returns its only output if there is nothing to do for it.
         Raises InvalidRequestError: it can never run here; nothing was queued.
         """
-        for field, token_ids in (
-            ("prompt", request.prompt_token_ids),
-            ("prior_output_ids", request.prior_output_ids),
-        ):
-            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.facts.vocab_size:
-                raise InvalidRequestError(
-                    f"{field} has token ids outside the vocabulary (0 to"
-                    f" {self.facts.vocab_size - 1}): from {min(token_ids)} to {max(token_ids)}",
-                    param=field,
-                )
-        request.sampling_params.verify_for_model(self.facts.vocab_size)
-        self._sleep.add(request)
+        verify_request(request, self.facts)
+        return self._sleep.add(request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Drop these, whatever they are doing; nothing more comes out for them."""

@@ -31,6 +31,7 @@ from trimaran.ipc.codec import Encoder
 from trimaran.ipc.sockets import Context
 from trimaran.logging import configure
 from trimaran.messages import (
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreReadyResponse,
     EngineCoreRequest,
@@ -159,9 +160,11 @@ class EngineCoreProc:
         match work:
             case Work.ADD:
                 try:
-                    self._core.add_request(payload)
+                    answer = self._core.add_request(payload)
                 except TrimaranError as error:
-                    self._fail_request(payload, error)
+                    answer = _refusal(payload, error)
+                if answer is not None:
+                    self._send(payload.client_index, self._outputs(outputs=[answer]))
             case Work.ABORT:
                 self._core.abort_requests(payload.request_ids)
             case Work.UTILITY:
@@ -192,15 +195,8 @@ class EngineCoreProc:
 
     def _refuse(self, request: EngineCoreRequest) -> None:
         """Called in the input thread, where it finds the queue full."""
-        self._fail_request(request, OverloadedError("too many requests wait for this engine"))
-
-    def _fail_request(self, request: EngineCoreRequest, error: TrimaranError) -> None:
-        external_id = request.external_id
-        logger.warning(
-            "request %s refused: %s", external_id, error, extra={"request_id": external_id}
-        )
-        output = failed_output(request, error)
-        self._send(request.client_index, self._outputs(outputs=[output]))
+        error = OverloadedError("too many requests wait for this engine")
+        self._send(request.client_index, self._outputs(outputs=[_refusal(request, error)]))
 
     def _outputs(self, **content: Any) -> EngineCoreOutputs:
         return EngineCoreOutputs(
@@ -228,3 +224,9 @@ class EngineCoreProc:
         self._receiver.close(_THREAD_END_TIMEOUT_S)
         self._launcher.close()
         self._context.close()
+
+
+def _refusal(request: EngineCoreRequest, error: TrimaranError) -> EngineCoreOutput:
+    external_id = request.external_id
+    logger.warning("request %s refused: %s", external_id, error, extra={"request_id": external_id})
+    return failed_output(request, error)

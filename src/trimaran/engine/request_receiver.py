@@ -85,7 +85,7 @@ class RequestReceiver:
         poller.register(self._stopped)
         try:
             for client_index, address in enumerate(self._addresses):
-                link = self._context.dealer(address, self._identity)
+                link = self._context.dealer(address, self._identity, takes_buffers=True)
                 links[link] = client_index
                 link.try_send([greeting])
                 poller.register(link)
@@ -101,9 +101,9 @@ class RequestReceiver:
                 socket.close()
 
     def _receive(self, link: Socket, client_index: int) -> None:
-        while (frames := link.try_receive()) is not None:
+        while (message := link.try_receive_buffers(2)) is not None:
             try:
-                item = self._item(frames, client_index)
+                item = self._item(*message, client_index)
             except ProtocolError as error:
                 self.num_refused_frames += 1
                 logger.warning(
@@ -117,14 +117,16 @@ class RequestReceiver:
             else:
                 self._items.put(item)
 
-    def _item(self, frames: list[bytes], client_index: int) -> WorkItem:
+    def _item(self, frames: list[bytes], buffers: list[memoryview], client_index: int) -> WorkItem:
         if len(frames) != 2:
-            raise ProtocolError(f"a request message has 2 frames, got {len(frames)}")
+            raise ProtocolError("a request message has at least 2 frames")
         kind, payload = frames
+        if buffers and kind != RequestType.ADD.value:
+            raise ProtocolError(f"only requests bring buffers, got {len(buffers)}")
         # The link is the truth about who asks; answers go back by it and nowhere else.
         match kind:
             case RequestType.ADD.value:
-                request = self._decode_add.decode(payload)
+                request = self._decode_add.decode(payload, buffers)
                 request.client_index = client_index
                 return WorkItem(Work.ADD, request)
             case RequestType.ABORT.value:

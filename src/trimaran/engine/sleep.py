@@ -35,17 +35,19 @@ class SleepControl:
         self._held: dict[str, Request] = {}  # in order of arrival
         self._last_outputs: dict[int, list[EngineCoreOutput]] = {}  # of requests ended by a sleep
 
-    def add(self, source: EngineCoreRequest) -> None:
-        """Queue a request, or hold it until we are awake.
+    def add(self, source: EngineCoreRequest) -> EngineCoreOutput | None:
+        """Queue a request, or hold it until we are awake; see ``Scheduler.add``.
 
         Raises InvalidRequestError: it can never run here.
         """
         if self._level == AWAKE and not self._calls:
-            self._scheduler.add(source)
-            return
+            return self._scheduler.add(source)
         if source.request_id in self._held:
             raise InvalidRequestError(f"request id {source.request_id} is in use")
-        self._held[source.request_id] = self._scheduler.prepare(source)
+        request = self._scheduler.prepare(source)
+        if (answer := request.answer_at_once()) is None:
+            self._held[source.request_id] = request
+        return answer
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Drop those that are held."""

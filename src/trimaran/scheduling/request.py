@@ -7,7 +7,14 @@ KVCacheManager's.
 
 from enum import IntEnum
 
-from trimaran.messages import EngineCoreRequest, FinishReason, NewRequestData, TokenLogprobs
+from trimaran.ids import unique_id
+from trimaran.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    NewRequestData,
+    TokenLogprobs,
+)
 
 NEVER = 1 << 62  # entered_step of a request that is in no batch
 
@@ -24,6 +31,7 @@ class Request:
     __slots__ = (
         "block_hashes",
         "block_tables",
+        "cache_salt",
         "entered_step",
         "finish_reason",
         "first_token_at",
@@ -86,6 +94,8 @@ class Request:
         self.block_tables: list[list[int]] = []
         self.num_slots = 0  # positions that have a block
         self.num_released_blocks: list[int] = []  # per group: null entries its table begins with
+        # Embeddings are not told apart by their placeholder tokens: nobody shares their blocks.
+        self.cache_salt = source.cache_salt if source.prompt_embeds is None else unique_id()
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
 
@@ -100,6 +110,15 @@ class Request:
         if token in self.stop_ids and num_tokens > self.min_total_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_tokens >= self.max_total_tokens else None
+
+    def answer_at_once(self) -> EngineCoreOutput | None:
+        """The end of a request whose prior output has reached one; None: there is more to come."""
+        prior = self.source.prior_output_ids
+        reason = self.stop_at(prior[-1]) if prior else None
+        if reason is None:
+            return None
+        stop_reason = self.stop_reason(prior[-1]) if reason is FinishReason.STOP else None
+        return EngineCoreOutput(self.request_id, len(prior), [], reason, stop_reason)
 
     def stop_reason(self, token: int) -> int | None:
         """The stop token id to report: one that the user gave and that is not just an EOS."""
@@ -119,4 +138,5 @@ class Request:
             block_ids=[table.copy() for table in self.block_tables],
             choice_index=source.choice_index,
             bad_words_token_ids=source.bad_words_token_ids,
+            prompt_embeds=source.prompt_embeds,
         )

@@ -78,9 +78,15 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------------- requests
 
-    def add(self, source: EngineCoreRequest) -> None:
-        """Queue a request. Raises InvalidRequestError as ``prepare`` does."""
-        self.enqueue(self.prepare(source))
+    def add(self, source: EngineCoreRequest) -> EngineCoreOutput | None:
+        """Queue a request. Returns its only output where its prior output is all there is.
+
+        Raises InvalidRequestError as ``prepare`` does.
+        """
+        request = self.prepare(source)
+        if (answer := request.answer_at_once()) is None:
+            self.enqueue(request)
+        return answer
 
     def prepare(self, source: EngineCoreRequest) -> Request:
         """Check a request, to be queued now or later.

@@ -85,6 +85,7 @@ class Worker:
             available_kv_bytes=free_memory_bytes(),
             num_threads=threads.count,
             kernels=kernels.name,
+            hidden_size=shape.hidden_size,
         )
         logger.info(
             "%s: %d MiB of %s weights, %s kernels, %d threads (%s), %d MiB of memory free",
