@@ -74,7 +74,7 @@ def test_nonsense_is_counted_and_what_is_in_order_arrives(context, links):
         context, engine_identity(0), [each.input_address for each in links], items, refused.append
     )
     receiver.start(b"greeting")
-    assert receiver.connected.wait(TIMEOUT_S)
+    assert items.get(timeout=TIMEOUT_S).work is Work.CONNECTED
     for link in (router, other):
         assert link.receive(TIMEOUT_S) == [engine_identity(0), b"greeting"]
     encoder = Encoder()

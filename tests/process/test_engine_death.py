@@ -180,8 +180,8 @@ def test_an_idle_engine_and_client_use_next_to_no_cpu(start):
 
     before = cpu_s(pid), cpu_s(os.getpid())
     time.sleep(2.0)  # what is measured: two seconds in which nothing is asked
-    assert cpu_s(pid) - before[0] <= 0.02
-    assert cpu_s(os.getpid()) - before[1] <= 0.02
+    assert cpu_s(pid) - before[0] < 0.045  # the clock ticks in hundredths
+    assert cpu_s(os.getpid()) - before[1] < 0.045  # the clock ticks in hundredths
 
 
 def test_a_dropped_client_takes_its_engine_along():

@@ -82,7 +82,7 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         files = await loop.run_in_executor(None, open_model_files, config.model)
         config = with_model_path(config, files.source.path)
-        client = await loop.run_in_executor(None, EngineCoreClient.make_client, True, True, config)
+        client = await cls._make_client(config)
         llm = cls(client, *files, seed=config.model.seed)
         try:
             await llm.start(config.launch.engine_ready_timeout_s)
@@ -90,6 +90,20 @@ class AsyncLLM:
             await llm.shutdown()
             raise
         return llm
+
+    @staticmethod
+    async def _make_client(config: EngineConfig) -> EngineCoreClient:
+        """In a thread: it starts processes. Cancelled, it waits for the thread and closes."""
+        making = asyncio.get_running_loop().run_in_executor(
+            None, EngineCoreClient.make_client, True, True, config
+        )
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            [made] = await asyncio.gather(making, return_exceptions=True)
+            if isinstance(made, EngineCoreClient):
+                await made.shutdown_async()
+            raise
 
     @property
     def max_model_len(self) -> int:
@@ -227,7 +241,7 @@ class AsyncLLM:
         if request_ids and self.dead_error is None:
             try:
                 await self._client.abort_requests_async(request_ids)
-            except EngineDeadError as error:
+            except (EngineDeadError, UnavailableError) as error:
                 logger.debug("nothing to abort: %s", error)
 
     async def control(
@@ -282,7 +296,7 @@ class AsyncLLM:
 
     def _check_alive(self) -> None:
         if self.dead_error is not None:
-            raise self.dead_error
+            raise self.dead_error.again()
         if not self.is_ready:
             raise UnavailableError("the engine is not ready yet", retry_after_s=1.0)
 
@@ -295,6 +309,8 @@ class AsyncLLM:
                 await self._abort(self._outputs.process(message))
         except EngineDeadError as error:
             self._die(error)
+        except UnavailableError:
+            self._die(EngineDeadError("the engine client was closed"))
         except asyncio.CancelledError:
             raise
         except Exception as error:

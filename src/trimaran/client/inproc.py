@@ -77,7 +77,7 @@ class InprocClient(EngineCoreClient):
             self._error = EngineDeadError(
                 "the engine failed", incarnation=self._incarnation, cause=failure_of(error).text
             )
-            raise self._error from error
+            raise self._error.again() from error
         if outputs is None:
             return EngineCoreOutputs(0, self._incarnation)
         outputs.incarnation = self._incarnation
@@ -109,4 +109,4 @@ class InprocClient(EngineCoreClient):
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._error.with_traceback(None)
+            raise self._error.again()

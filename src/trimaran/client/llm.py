@@ -3,6 +3,7 @@
 Owns: nothing but convenience over ``LLMEngine``.
 """
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from types import TracebackType
@@ -14,7 +15,12 @@ from trimaran.client.llm_engine import LLMEngine
 from trimaran.client.outputs import RequestOutput
 from trimaran.client.prompt_embeds import Prompt
 from trimaran.config import resolve
-from trimaran.errors import ConflictError, InvalidRequestError
+from trimaran.errors import (
+    ConflictError,
+    EngineDeadError,
+    InvalidRequestError,
+    UnavailableError,
+)
 from trimaran.ids import external_id
 from trimaran.sampling_params import RequestOutputKind, SamplingParams
 from trimaran.text.chat_encoding import encode_chat
@@ -116,7 +122,8 @@ class LLM:
                         progress.advance(item.num_generated_tokens)
         except BaseException:
             # Also Ctrl-C in a notebook: the next call must not meet this one's outputs.
-            self._engine.abort_request(ids)
+            with contextlib.suppress(EngineDeadError, UnavailableError):  # nothing to abort then
+                self._engine.abort_request(ids)
             raise
         return [results[request_id] for request_id in ids]
 

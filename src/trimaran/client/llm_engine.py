@@ -15,7 +15,7 @@ from trimaran.client.outputs import RequestOutput, RequestTimeline
 from trimaran.client.prompt_embeds import Prompt
 from trimaran.clock import SYSTEM_CLOCK
 from trimaran.config import EngineConfig
-from trimaran.errors import EngineDeadError, InvalidRequestError
+from trimaran.errors import EngineDeadError, InvalidRequestError, UnavailableError
 from trimaran.messages import AWAKE, ControlOperation, Ping, Profile, SchedulerStats, Sleep, WakeUp
 from trimaran.sampling_params import SamplingParams
 
@@ -111,13 +111,14 @@ class LLMEngine:
 
         While the engine sleeps the next message may be long in coming: see ``is_sleeping``.
 
-        Raises EngineDeadError: the engine ended; every unfinished request is lost.
+        Raises EngineDeadError, UnavailableError: the engine ended, or was closed; every unfinished
+        request is lost.
         """
         if not self._streams:
             return []
         try:
             message = self._client.get_output()
-        except EngineDeadError as error:
+        except (EngineDeadError, UnavailableError) as error:
             self._outputs.fail_all(error)
             self._streams.clear()
             raise

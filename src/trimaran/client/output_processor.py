@@ -294,12 +294,12 @@ class OutputProcessor:
         """Forget a stream whose consumer left; the internal ids the engine must abort."""
         return self._end_early(stream, "abort")
 
-    def fail_all(self, error: Exception) -> None:
+    def fail_all(self, error: TrimaranError) -> None:
         """The engine is gone: every unfinished stream ends with its error."""
         streams = {id(choice.stream): choice.stream for choice in self._choices.values()}
         for stream in streams.values():
             self._end_early(stream, "error")
-            stream.fail(error)
+            stream.fail(error.again())  # raised in as many tasks as there are streams
 
     def _end_early(self, stream: RequestStream, reason: str) -> list[str]:
         now = self._clock.wall()

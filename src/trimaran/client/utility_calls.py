@@ -91,4 +91,4 @@ def no_answer(operation: ControlOperation, timeout_s: float) -> DeadlineExceeded
 
 def _fail(future: "Future[object]", error: TrimaranError) -> None:
     if future.set_running_or_notify_cancel():
-        future.set_exception(error)
+        future.set_exception(error.again())

@@ -12,6 +12,7 @@ from typing import assert_never, cast
 
 from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
+from trimaran.engine.out_of_memory import memory_explained
 from trimaran.engine.request_checks import verify_request
 from trimaran.engine.sleep import SleepControl
 from trimaran.executor.base import Executor, ProgressCallback
@@ -43,6 +44,10 @@ def make_executor(config: EngineConfig) -> Executor:
     """The executor that --distributed-executor-backend names, not loaded yet."""
     module, _, name = EXECUTORS[config.executor.distributed_executor_backend].partition(":")
     return cast(Executor, getattr(importlib.import_module(module), name)(config))
+
+
+_MODEL_HINT = "use a smaller model, or one with fewer bits a weight"
+_CACHE_HINT = "give the KV cache less with --kv-cache-memory-bytes, or use a smaller model"
 
 
 def _no_progress(phase: str, share: float, detail: str) -> None:
@@ -84,14 +89,17 @@ class EngineCore:
             self.phases.append((name, now - began))
             began = now
 
-        self.facts = self._executor.load(on_progress)
+        with memory_explained("loading the model", _MODEL_HINT):
+            self.facts = self._executor.load(on_progress)
         phase_done("loading")
         self.kv_config, self.max_model_len = plan_kv_cache(
             self.facts, config, num_engines_on_host=self._num_engines_on_host
         )
-        self._executor.initialize_kv_cache(self.kv_config)
+        with memory_explained("making the KV cache", _CACHE_HINT):
+            self._executor.initialize_kv_cache(self.kv_config)
         phase_done("KV cache")
-        self._executor.warm_up(on_progress)
+        with memory_explained("warming up", _CACHE_HINT):
+            self._executor.warm_up(on_progress)
         phase_done("warming up")
         self._scheduler = Scheduler(
             config.scheduler,
@@ -154,7 +162,9 @@ class EngineCore:
         """
         if self._scheduler.has_work():
             plan = self._scheduler.schedule()
-            outputs = self._scheduler.update(plan, self._executor.execute(plan))
+            with memory_explained("computing a step", _CACHE_HINT):
+                computed = self._executor.execute(plan)
+            outputs = self._scheduler.update(plan, computed)
         elif self._sleep.has_work():
             outputs = self._sleep.step()
         else:

@@ -14,6 +14,7 @@ import queue
 import signal
 from concurrent.futures import Future
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -40,7 +41,7 @@ from trimaran.messages import (
     UtilityCall,
     UtilityOutput,
 )
-from trimaran.process.failure import failure_of
+from trimaran.process.failure import failure_of, report_failure
 
 logger = logging.getLogger(__name__)
 
@@ -86,27 +87,43 @@ class EngineCoreProc:
             self._refuse,
         )
         # Until here SIGTERM ends the process at once: there was nothing to end in order.
-        signal.signal(signal.SIGTERM, lambda *_: self._items.put(WorkItem(Work.STOP)))
-        self._sender.start()
-        self._receiver.start(Encoder().encode(response))
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
-            if not self._receiver.connected.wait(_CONNECT_TIMEOUT_S):
-                raise DeadlineExceededError(
-                    f"engine rank {self._spec.rank}: its request links were not open after"
-                    f" {_CONNECT_TIMEOUT_S:g} s"
-                )
+            self._sender.start()
+            self._receiver.start(Encoder().encode(response))
+            self._await_links()
             self._launcher.ready(response)
             # What was loaded stays for good: no collection has to look at it again.
             gc.collect()
             gc.freeze()
             self._run_busy_loop()
         except BaseException as error:
+            # Before anything else can go wrong, or take time.
+            report_failure(error)
             self._announce_death(error)
             raise
         else:
             self._core.shutdown()
         finally:
             self._close()
+
+    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        """The first ends the engine after its step; the second ends the process."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._items.put(WorkItem(Work.STOP))
+
+    def _await_links(self) -> None:
+        try:
+            item = self._items.get(timeout=_CONNECT_TIMEOUT_S)
+        except queue.Empty:
+            raise DeadlineExceededError(
+                f"engine rank {self._spec.rank}: its request links were not open after"
+                f" {_CONNECT_TIMEOUT_S:g} s"
+            ) from None
+        if item.work is Work.STOP:
+            self._items.put(item)  # to be taken in its turn
+        else:
+            self._apply(item.work, item.payload)
 
     def _build_core(self) -> EngineCoreReadyResponse:
         spawned = self._clock.wall() - self._spec.spawned_at
@@ -171,6 +188,8 @@ class EngineCoreProc:
                 future = self._core.control(payload.operation)
                 self._report_sleep()
                 future.add_done_callback(partial(self._answer, payload))
+            case Work.CONNECTED:
+                pass
             case Work.FAILED:
                 raise payload
 
@@ -220,10 +239,13 @@ class EngineCoreProc:
         self._sender.announce_death(EngineDeath(self._spec.rank, self._spec.incarnation, cause))
 
     def _close(self) -> None:
-        self._sender.close(_THREAD_END_TIMEOUT_S)
-        self._receiver.close(_THREAD_END_TIMEOUT_S)
+        ended = [
+            self._sender.close(_THREAD_END_TIMEOUT_S),
+            self._receiver.close(_THREAD_END_TIMEOUT_S),
+        ]
         self._launcher.close()
-        self._context.close()
+        if all(ended):  # else the context would wait for their sockets, and the process for it
+            self._context.close()
 
 
 def _refusal(request: EngineCoreRequest, error: TrimaranError) -> EngineCoreOutput:

@@ -29,6 +29,7 @@ class Work(Enum):
     UTILITY = 2  # UtilityCall
     STOP = 3  # None: end in order
     FAILED = 4  # the exception that ended one of the threads
+    CONNECTED = 5  # None: the request links are open; comes before what they bring
 
 
 class WorkItem(NamedTuple):
@@ -57,7 +58,6 @@ class RequestReceiver:
         self._decode_abort: Decoder[AbortRequests] = Decoder(AbortRequests)
         self._decode_utility: Decoder[UtilityCall] = Decoder(UtilityCall)
         self.num_refused_frames = 0
-        self.connected = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, greeting: bytes) -> None:
@@ -67,11 +67,15 @@ class RequestReceiver:
         )
         self._thread.start()
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> bool:
+        """Whether the thread has ended, and with it its sockets."""
         self._stop.try_send([b""])
-        if self._thread is not None:
+        if self._thread is None:
+            self._stopped.close()
+        else:
             self._thread.join(timeout_s)
         self._stop.close()
+        return self._thread is None or not self._thread.is_alive()
 
     def _main(self, greeting: bytes) -> None:
         try:
@@ -89,7 +93,7 @@ class RequestReceiver:
                 links[link] = client_index
                 link.try_send([greeting])
                 poller.register(link)
-            self.connected.set()
+            self._items.put(WorkItem(Work.CONNECTED))
             while True:
                 for source in poller.poll(None):
                     if source is self._stopped:

@@ -5,6 +5,7 @@ Owns: ``CoreEngines``, which somebody else's poll loop drives (the supervisor's)
 process is the parent of its engines). Knows nothing of requests. Called by ``supervisor``, client/.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
 from trimaran.engine.spec import fingerprint
-from trimaran.errors import ChildFailedError, ProtocolError
+from trimaran.errors import ChildFailedError, ProtocolError, UnavailableError
 from trimaran.ipc.codec import Decoder, Encoder
 from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.listeners import Listener
@@ -71,15 +72,15 @@ class CoreEngines:
         self._waiting_logged_at = self.started_at
         self._encoder = Encoder()
         self._decoder: Decoder[HandshakeMessage] = Decoder(HandshakeMessage)
-        self._listener = Listener.bind_ipc(folder.socket_path("handshake"))
-        self._socket = context.router(self._listener.address, self._listener.fileno())
-        try:
+        with contextlib.ExitStack() as opened:
+            self._listener = Listener.bind_ipc(folder.socket_path("handshake"))
+            opened.callback(self._listener.close)
+            self._socket = context.router(self._listener.address, self._listener.fileno())
+            opened.callback(self._socket.close)
             self._manager = CoreEngineProcManager(
                 config, plan, self._listener.address, clock, entry
             )
-        except BaseException:
-            self._close_socket()
-            raise
+            self._close_links = opened.pop_all().close
         self.handshake = Handshake(
             dict(self._manager.engines.values()),
             fingerprint(config),
@@ -95,6 +96,10 @@ class CoreEngines:
     def sources(self) -> list[Socket | HasFileno]:
         """What to poll: when one is readable, call ``handle`` with it."""
         return [self._socket, *self._manager.children]
+
+    @property
+    def engines(self) -> list[EngineId]:
+        return list(self._manager.engines.values())
 
     def handle(self, source: Socket | HasFileno) -> EngineEnd | None:
         """Take what a readable source brings: messages, or the end of an engine (returned)."""
@@ -141,12 +146,10 @@ class CoreEngines:
 
     def close(self, grace_s: float | None = None) -> None:
         """End the processes; returns when none is left. Idempotent."""
-        self._manager.close(grace_s)
-        self._close_socket()
-
-    def _close_socket(self) -> None:
-        self._socket.close()
-        self._listener.close()
+        try:
+            self._manager.close(grace_s)
+        finally:
+            self._close_links()
 
 
 class LaunchedEngines:
@@ -159,7 +162,15 @@ class LaunchedEngines:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
         self._thread = threading.Thread(target=self._watch, name="engine-monitor", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            os.close(self._wake)
+            raise
+
+    @property
+    def engines(self) -> list[EngineId]:
+        return self._engines.engines
 
     def missing(self) -> str:
         """Who is not ready, in which phase, since when."""
@@ -170,16 +181,19 @@ class LaunchedEngines:
         if self._closing:
             return
         self._closing = True
-        os.eventfd_write(self._wake, 1)
-        # A garbage collection, and so a finalizer, can happen in any thread: in that one too.
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_THREAD_END_TIMEOUT_S)
-        os.close(self._wake)
-        self._engines.close()
+        with contextlib.ExitStack() as closers:  # which a Ctrl-C meanwhile does not stop
+            closers.callback(self._engines.close)
+            closers.callback(os.close, self._wake)
+            os.eventfd_write(self._wake, 1)
+            # A garbage collection, and so a finalizer, can happen in any thread: in that one too.
+            if threading.current_thread() is not self._thread:
+                self._thread.join(_THREAD_END_TIMEOUT_S)
 
     def _watch(self) -> None:
         try:
             self._watch_until_closed()
+            if not self.ready.done():
+                raise UnavailableError("closed while the engines started")
         except BaseException as error:
             if not self.ready.done():
                 self.ready.set_exception(error)

@@ -20,7 +20,13 @@ import msgspec
 from trimaran import errors
 from trimaran.clock import SYSTEM_CLOCK, Laps
 from trimaran.config import Config
-from trimaran.errors import ChildFailedError, ConfigError, DeadlineExceededError, TrimaranError
+from trimaran.errors import (
+    ChildFailedError,
+    ConfigError,
+    DeadlineExceededError,
+    TrimaranError,
+    system_refused,
+)
 from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.listeners import bind_tcp
 from trimaran.ipc.sockets import Context, HasFileno, Poller, Socket
@@ -79,9 +85,14 @@ def serve(
             return 0
         except _SecondSignalError as second:
             return 128 + second.number
-        except TrimaranError as error:
-            supervisor.end(failure=error)
-            _report(error)
+        except (TrimaranError, OSError) as error:
+            failure = (
+                error
+                if isinstance(error, TrimaranError)
+                else system_refused("the deployment cannot be started", error)
+            )
+            supervisor.end(failure)
+            _report(failure)
             return 1
         finally:
             signals.ignore()
@@ -142,8 +153,7 @@ class Supervisor:
         self._bar = StartBar(enabled=config.observability.log_format == "text")
         self._poller = Poller()
         self._closers = contextlib.ExitStack()
-        self._context = Context()
-        self._closers.callback(self._context.close)
+        self._context: Context
         self._api_servers: list[ApiServer] = []
         self._links: list[BoundLinks] = []
         self._engines: CoreEngines | None = None
@@ -197,6 +207,8 @@ class Supervisor:
                 hint="choose another address with --host and --port",
             ) from error
         self._closers.callback(listening.close)
+        self._context = Context()
+        self._closers.callback(self._context.close)
         host = f"[{server.host}]" if ":" in server.host else server.host
         self._url = f"http://{host}:{listening.getsockname()[1]}"
         self._folder = PrivateFolder()

@@ -16,7 +16,7 @@ from trimaran.config import (
     SchedulerConfig,
 )
 from trimaran.engine.engine_core import EngineCore, make_executor
-from trimaran.errors import ConfigError, InvalidRequestError
+from trimaran.errors import ConfigError, InvalidRequestError, OutOfMemoryError
 from trimaran.executor.mock import MAX_MODEL_LEN, VOCAB_SIZE, MockExecutor
 from trimaran.messages import FinishReason, Ping, ResetPrefixCache
 
@@ -179,7 +179,7 @@ class FailingExecutor(MockExecutor):
 
 def test_failed_start_shuts_the_executor_down():
     executor = FailingExecutor(make_config(), "initialize")
-    with pytest.raises(MemoryError, match="KV cache"):
+    with pytest.raises(OutOfMemoryError, match=r"KV cache.*--kv-cache-memory-bytes"):
         EngineCore(make_config(), executor)
     assert executor.shutdowns == 1
 
