@@ -28,7 +28,9 @@ class ApiServer:
         spec = ApiServerSpec(
             config=config, listen_fd=listen_fd, links=links, state_fd=self.channel.child_fd
         )
-        inherited = (listen_fd, links.input_fd, links.output_fd, spec.state_fd)
+        inherited = [listen_fd, links.input_fd, links.output_fd, spec.state_fd]
+        if links.board is not None:
+            inherited.append(links.board.descriptor)
         try:
             self.child: Child = spawn(entry, spec, name=process.name, pass_fds=inherited)
         except BaseException:

@@ -8,7 +8,7 @@ Each norm is fused with the addition before it, so a layer ends with the *next* 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -35,8 +35,11 @@ class CausalLM(Protocol):
         positions: torch.Tensor,
         kv_caches: Sequence[torch.Tensor],
         metadata: Sequence[AttentionMetadata],
+        on_layer: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """input_ids, positions int64 [T] -> hidden states after the final norm [T, hidden_size]."""
+        """input_ids, positions int64 [T] -> hidden states after the final norm [T, hidden_size].
+
+        ``on_layer`` is called after each layer: a long pass shows that it goes on."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -94,6 +97,7 @@ class DecoderForCausalLM(ABC):
         positions: torch.Tensor,
         kv_caches: Sequence[torch.Tensor],
         metadata: Sequence[AttentionMetadata],
+        on_layer: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """See CausalLM."""
         embedded = self._embedding(input_ids)
@@ -103,6 +107,7 @@ class DecoderForCausalLM(ABC):
             self._layers, self._norms[1:], kv_caches, metadata, strict=True
         ):
             hidden = layer(hidden, residual, next_norm, positions, kv_cache, where)
+            on_layer()
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
