@@ -182,6 +182,15 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine_ready_timeout_s: Annotated[
         float, _help("seconds for all engines to become ready", gt=0, le=86400)
     ] = 600.0
+    engine_hang_timeout_s: Annotated[
+        float,
+        _help(
+            "seconds without progress, though there is work, after which an engine is killed as"
+            " hung (a layer that takes longer than usual gets ten times the longest one so far)",
+            gt=0,
+            le=86400,
+        ),
+    ] = 10.0
     shutdown_grace_s: Annotated[
         float,
         _help(

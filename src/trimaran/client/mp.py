@@ -37,6 +37,7 @@ from trimaran.errors import (
 from trimaran.ids import engine_identity, rank_of_identity
 from trimaran.ipc.codec import Decoder, Encoder, Frame
 from trimaran.ipc.folder import PrivateFolder
+from trimaran.ipc.progress_board import ProgressBoard, SentCells
 from trimaran.ipc.sockets import Context, Sent
 from trimaran.launch.core_engines import LaunchedEngines, launch_core_engines
 from trimaran.launch.links import BoundLinks, ClientLinks
@@ -124,7 +125,10 @@ class MPClient(EngineCoreClient):
         plan = plan_engines(self._config)
         folder = PrivateFolder()
         self.resources.push("the folder of sockets", folder.close)
-        bound = BoundLinks.bind(folder, 0, tuple(process.rank for process in plan))
+        ranks = tuple(process.rank for process in plan)
+        board = ProgressBoard.create(ranks, num_clients=1)
+        self.resources.push("the progress board", board.close)
+        bound = BoundLinks.bind(folder, 0, ranks, board.place)
         self.resources.push("the listeners", bound.close)
         self._open_links(bound.spec)
         self._launched = launch_core_engines(
@@ -142,6 +146,8 @@ class MPClient(EngineCoreClient):
 
     def _open_links(self, links: ClientLinks) -> None:
         self._client_index = links.client_index
+        self._sent = SentCells(links.board, links.client_index)
+        self.resources.push("the counts of messages", self._sent.close)
         self._engines = {rank: _Engine(rank, engine_identity(rank)) for rank in links.ranks}
         self._requests = self._context.router(links.input_address, links.input_fd)
         self.resources.push("the request link", self._requests.close)
@@ -195,7 +201,7 @@ class MPClient(EngineCoreClient):
             engine = self._engine_for(request)
             request.client_index = self._client_index
             frames = self._frames(engine, RequestType.ADD, request)
-            if self._unsent or (sent := self._requests.try_send(frames)) is Sent.FULL:
+            if self._unsent or (sent := self._try_send(frames)) is Sent.FULL:
                 self._send_unsent()
                 raise OverloadedError(f"engine rank {engine.rank} does not take requests")
             return sent is not Sent.UNREACHABLE
@@ -244,14 +250,20 @@ class MPClient(EngineCoreClient):
         """Send, or keep for later what may not be refused; False: the engine is not connected."""
         self._send_unsent()
         frames = self._frames(engine, kind, message)
-        sent = Sent.FULL if self._unsent else self._requests.try_send(frames)
+        sent = Sent.FULL if self._unsent else self._try_send(frames)
         if sent is Sent.FULL:
             self._unsent.append(frames)
         return sent is not Sent.UNREACHABLE
 
     def _send_unsent(self) -> None:
-        while self._unsent and self._requests.try_send(self._unsent[0]) is not Sent.FULL:
+        while self._unsent and self._try_send(self._unsent[0]) is not Sent.FULL:
             self._unsent.popleft()
+
+    def _try_send(self, frames: list[Frame]) -> Sent:
+        sent = self._requests.try_send(frames)
+        if sent is Sent.OK:
+            self._sent.count(rank_of_identity(frames[0]))
+        return sent
 
     # ---------------------------------------------------------------------------------- receiving
 
@@ -274,6 +286,7 @@ class MPClient(EngineCoreClient):
                 self._drop("a greeting", f"from an old engine of rank {response.rank}")
                 return
             engine.incarnation, engine.ready = response.incarnation, response
+            self._sent.begin(engine.rank, response.incarnation)
             self._wake_receiver()
 
     def _on_output(self, frames: list[bytes]) -> None:

@@ -13,9 +13,10 @@ from typing import assert_never, cast
 from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
 from trimaran.engine.out_of_memory import memory_explained
+from trimaran.engine.progress import WorkProgress
 from trimaran.engine.request_checks import verify_request
 from trimaran.engine.sleep import SleepControl
-from trimaran.executor.base import Executor, ProgressCallback
+from trimaran.executor.base import Executor, ProgressCallback, UnitCallback
 from trimaran.messages import (
     ControlOperation,
     EngineCoreOutput,
@@ -40,10 +41,10 @@ EXECUTORS = {
 }
 
 
-def make_executor(config: EngineConfig) -> Executor:
+def make_executor(config: EngineConfig, on_unit: UnitCallback = lambda _: None) -> Executor:
     """The executor that --distributed-executor-backend names, not loaded yet."""
     module, _, name = EXECUTORS[config.executor.distributed_executor_backend].partition(":")
-    return cast(Executor, getattr(importlib.import_module(module), name)(config))
+    return cast(Executor, getattr(importlib.import_module(module), name)(config, on_unit))
 
 
 _MODEL_HINT = "use a smaller model, or one with fewer bits a weight"
@@ -58,7 +59,8 @@ class EngineCore:
     """Ready to step once constructed; owns the executor from then on.
 
     Raises CheckpointError, ConfigError: the model cannot be loaded, or does not fit (the executor
-    is shut down then).
+    is shut down then). ``progress`` is told what the engine does; what the executor does it hears
+    from the executor (``make_executor``'s ``on_unit``).
     """
 
     def __init__(
@@ -69,13 +71,20 @@ class EngineCore:
         clock: Clock = SYSTEM_CLOCK,
         on_progress: ProgressCallback = _no_progress,
         num_engines_on_host: int = 1,
+        progress: WorkProgress | None = None,
     ) -> None:
         self._num_engines_on_host = num_engines_on_host
         self._executor = executor
         self._clock = clock
+        self._progress = progress or WorkProgress(clock=clock)
         self.phases: list[tuple[str, float]] = []  # of start-up, in seconds
+
+        def report(phase: str, share: float, detail: str) -> None:
+            self._progress.unit_done()
+            on_progress(phase, share, detail)
+
         try:
-            self._start(config, on_progress)
+            self._start(config, report)
         except BaseException:
             executor.shutdown()
             raise
@@ -89,15 +98,16 @@ class EngineCore:
             self.phases.append((name, now - began))
             began = now
 
-        with memory_explained("loading the model", _MODEL_HINT):
-            self.facts = self._executor.load(on_progress)
-        phase_done("loading")
-        self.kv_config, self.max_model_len = plan_kv_cache(
-            self.facts, config, num_engines_on_host=self._num_engines_on_host
-        )
-        with memory_explained("making the KV cache", _CACHE_HINT):
-            self._executor.initialize_kv_cache(self.kv_config)
-        phase_done("KV cache")
+        with self._progress.operation():
+            with memory_explained("loading the model", _MODEL_HINT):
+                self.facts = self._executor.load(on_progress)
+            phase_done("loading")
+            self.kv_config, self.max_model_len = plan_kv_cache(
+                self.facts, config, num_engines_on_host=self._num_engines_on_host
+            )
+            with memory_explained("making the KV cache", _CACHE_HINT):
+                self._executor.initialize_kv_cache(self.kv_config)
+            phase_done("KV cache")
         with memory_explained("warming up", _CACHE_HINT):
             self._executor.warm_up(on_progress)
         phase_done("warming up")
@@ -162,9 +172,11 @@ class EngineCore:
         """
         if self._scheduler.has_work():
             plan = self._scheduler.schedule()
+            self._progress.begin_step(plan.total_num_scheduled_tokens)
             with memory_explained("computing a step", _CACHE_HINT):
                 computed = self._executor.execute(plan)
             outputs = self._scheduler.update(plan, computed)
+            self._progress.end_step()
         elif self._sleep.has_work():
             outputs = self._sleep.step()
         else:

@@ -24,11 +24,13 @@ from trimaran.engine.engine_core import EngineCore, make_executor
 from trimaran.engine.launcher_link import LauncherLink
 from trimaran.engine.output_sender import OutputSender
 from trimaran.engine.outputs import failed_output
+from trimaran.engine.progress import WorkProgress
 from trimaran.engine.request_receiver import RequestReceiver, Work, WorkItem
 from trimaran.engine.spec import EngineSpec
 from trimaran.errors import DeadlineExceededError, OverloadedError, TrimaranError
 from trimaran.ids import engine_identity
 from trimaran.ipc.codec import Encoder
+from trimaran.ipc.progress_board import EngineCells
 from trimaran.ipc.sockets import Context
 from trimaran.logging import configure
 from trimaran.messages import (
@@ -64,6 +66,8 @@ class EngineCoreProc:
     def __init__(self, spec: EngineSpec, clock: Clock = SYSTEM_CLOCK) -> None:
         self._spec = spec
         self._clock = clock
+        self._cells = EngineCells(spec.board, spec.rank)
+        self._progress = WorkProgress(self._cells, clock)
         self._context = Context()
         self._items: queue.SimpleQueue[WorkItem] = queue.SimpleQueue()
         self._launcher = LauncherLink(self._context, spec, os.getpid(), clock)
@@ -85,6 +89,7 @@ class EngineCoreProc:
             addresses.inputs,
             self._items,
             self._refuse,
+            self._cells,
         )
         # Until here SIGTERM ends the process at once: there was nothing to end in order.
         signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -105,7 +110,8 @@ class EngineCoreProc:
         else:
             self._core.shutdown()
         finally:
-            self._close()
+            with self._progress.operation():
+                self._close()
 
     def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
         """The first ends the engine after its step; the second ends the process."""
@@ -129,7 +135,8 @@ class EngineCoreProc:
         spawned = self._clock.wall() - self._spec.spawned_at
         began = self._clock.monotonic()
         self._launcher.progress("importing", 0.0)
-        executor = make_executor(self._spec.config)  # imports torch where it needs it
+        # Imports torch where it needs it.
+        executor = make_executor(self._spec.config, self._progress.unit_done)
         importing = self._clock.monotonic() - began
         self._core = EngineCore(
             self._spec.config,
@@ -137,6 +144,7 @@ class EngineCoreProc:
             clock=self._clock,
             on_progress=self._launcher.progress,
             num_engines_on_host=self._spec.num_engines_on_host,
+            progress=self._progress,
         )
         return self._core.ready_response(
             self._spec.rank,
@@ -157,6 +165,7 @@ class EngineCoreProc:
         while True:
             if idle := not self._core.has_work():
                 self._report(self._core.stats())
+            self._progress.set_busy(not idle)
             try:
                 item = self._items.get(block=idle)
             except queue.Empty:
@@ -164,6 +173,8 @@ class EngineCoreProc:
             if item.work is Work.STOP:
                 return False
             self._apply(item.work, item.payload)
+            if item.number:
+                self._cells.applied(item.number)
 
     def _report(self, stats: SchedulerStats) -> None:
         """Tell all: statistics otherwise come with outputs, and to whom those belong."""
@@ -185,7 +196,8 @@ class EngineCoreProc:
             case Work.ABORT:
                 self._core.abort_requests(payload.request_ids)
             case Work.UTILITY:
-                future = self._core.control(payload.operation)
+                with self._progress.operation():
+                    future = self._core.control(payload.operation)
                 self._report_sleep()
                 future.add_done_callback(partial(self._answer, payload))
             case Work.CONNECTED:

@@ -19,6 +19,9 @@ from trimaran.messages import (
 
 # Called with (phase, share of that phase done: 0 to 1, detail for people).
 ProgressCallback = Callable[[str, float, str], None]
+# Called after every unit of work (a layer, a piece of the head) with the tokens of its batch. What
+# takes long without such a call is taken for hung. Implementations get it when they are made.
+UnitCallback = Callable[[int], None]
 
 
 class Executor(Protocol):

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from trimaran.config import EngineConfig
-from trimaran.executor.base import ProgressCallback
+from trimaran.executor.base import ProgressCallback, UnitCallback
 from trimaran.messages import KVCacheConfig, ModelFacts, ModelRunnerOutput, SchedulerOutput
 from trimaran.worker.worker import Worker
 
@@ -11,8 +11,8 @@ from trimaran.worker.worker import Worker
 class InprocExecutor:
     """See ``executor.base.Executor``. ``worker`` is None after ``shutdown``."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.worker: Worker | None = Worker(config)
+    def __init__(self, config: EngineConfig, on_unit: UnitCallback = lambda _: None) -> None:
+        self.worker: Worker | None = Worker(config, on_unit)
 
     def load(self, on_progress: ProgressCallback) -> ModelFacts:
         return self._open_worker().load(on_progress)

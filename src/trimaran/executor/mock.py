@@ -19,7 +19,7 @@ from typing import Literal
 from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
 from trimaran.errors import ConflictError
-from trimaran.executor.base import ProgressCallback
+from trimaran.executor.base import ProgressCallback, UnitCallback
 from trimaran.ipc.codec import Frame
 from trimaran.messages import (
     AWAKE,
@@ -40,6 +40,8 @@ MAX_MODEL_LEN = 32_768
 KV_BYTES = 64 << 20
 _WEIGHT_BYTES = 1 << 20
 _MASK = (1 << 64) - 1
+# A slow step is busy, not hung: it shows that it goes on as often as this.
+_UNIT_S = 0.1
 
 
 def mock_token(last_token: int, position: int, salt: int) -> int:
@@ -88,11 +90,13 @@ class MockExecutor:
     def __init__(
         self,
         config: EngineConfig,
+        on_unit: UnitCallback = lambda _: None,
         *,
         sleep: Callable[[float], None] = time.sleep,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._step_s = config.executor.mock_step_s
+        self._on_unit = on_unit
         self._sleep = sleep
         self._clock = clock
         self._rows: dict[str, _Row] = {}
@@ -147,8 +151,7 @@ class MockExecutor:
             sampled.append([token])
             if row.params.logprobs is not None:
                 logprobs[index] = _logprobs([token], row.params.logprobs)
-        if self._step_s:
-            self._sleep(max(0.0, deadline - self._clock.monotonic()))
+        self._wait(deadline, plan.total_num_scheduled_tokens)
         return ModelRunnerOutput(
             sampled_token_ids=sampled,
             logprobs=[logprobs.get(i) for i in range(len(sampled))] if logprobs else None,
@@ -169,6 +172,11 @@ class MockExecutor:
 
     def shutdown(self) -> None:
         self._rows.clear()
+
+    def _wait(self, deadline: float, num_tokens: int) -> None:
+        while self._step_s and (remaining_s := deadline - self._clock.monotonic()) > 0.0:
+            self._sleep(min(remaining_s, _UNIT_S))
+            self._on_unit(num_tokens)
 
 
 def _logprobs(tokens: list[int], count: int) -> TokenLogprobs:

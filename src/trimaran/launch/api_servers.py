@@ -34,7 +34,9 @@ class ApiServer:
             state_fd=self.channel.child_fd,
             spawned_at=self.spawned_at,
         )
-        inherited = (listen_fd, links.input_fd, links.output_fd, spec.state_fd)
+        inherited = [listen_fd, links.input_fd, links.output_fd, spec.state_fd]
+        if links.board is not None:
+            inherited.append(links.board.descriptor)
         try:
             self.child: Child = spawn(entry, spec, name=process.name, pass_fds=inherited)
         except BaseException:

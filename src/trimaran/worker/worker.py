@@ -49,8 +49,9 @@ _DTYPES = {
 class Worker:
     """Calls come in the order of ``executor.base.Executor``, which says what they raise."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, on_unit: Callable[[int], None]) -> None:
         self._config = config
+        self._on_unit = on_unit
         self._device = torch.device("cpu")
         self._recorder = Recorder(config.observability.profile_dir)
         # None or empty while asleep. Nothing else may hold them, or the memory does not come back.
@@ -123,6 +124,7 @@ class Worker:
             config.layout,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             num_known_tokens=self._num_known_tokens,
+            on_unit=self._on_unit,
         )
 
     def warm_up(self, on_progress: Callable[[str, float, str], None]) -> None:
