@@ -262,7 +262,7 @@ class MPClient(EngineCoreClient):
     def _try_send(self, frames: list[Frame]) -> Sent:
         sent = self._requests.try_send(frames)
         if sent is Sent.OK:
-            self._sent.count(rank_of_identity(frames[0]))
+            self._sent.count(rank_of_identity(bytes(frames[0])))
         return sent
 
     # ---------------------------------------------------------------------------------- receiving

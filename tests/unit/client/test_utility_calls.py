@@ -27,7 +27,7 @@ def test_each_call_gets_its_own_answer_in_whatever_order_they_come():
     ]
     random.Random(1).shuffle(answers)
     for answer in answers:
-        calls.complete(answer)
+        calls.complete(0, answer)
     assert [future.result(0).step for _, future in started] == list(range(300))
 
 
@@ -43,7 +43,7 @@ def test_each_call_gets_its_own_answer_in_whatever_order_they_come():
 def test_an_error_names_operation_type_and_text(error_type, raised, text):
     calls = UtilityCalls()
     call_id, future = calls.start(0, ResetPrefixCache())
-    calls.complete(UtilityOutput(call_id, error="it is gone", error_type=error_type))
+    calls.complete(0, UtilityOutput(call_id, error="it is gone", error_type=error_type))
     error = future.exception(0)
     assert type(error) is raised
     assert str(error) == text
@@ -54,10 +54,10 @@ def test_a_malformed_result_fails_its_call_alone(result):
     calls = UtilityCalls()
     call_id, future = calls.start(0, ResetPrefixCache())
     other_id, other = calls.start(0, ResetPrefixCache())
-    calls.complete(UtilityOutput(call_id, result))
+    calls.complete(0, UtilityOutput(call_id, result))
     with pytest.raises(ProtocolError, match="ResetPrefixCache: its result is malformed"):
         future.result(0)
-    calls.complete(UtilityOutput(other_id, encode(True)))
+    calls.complete(0, UtilityOutput(other_id, encode(True)))
     assert other.result(0) is True
 
 
@@ -69,11 +69,11 @@ def test_answers_nobody_waits_for_are_ignored():
     calls.forget([future])
     assert cancelled.cancel()
     assert failed.cancel()
-    calls.complete(UtilityOutput(call_id, encode(SchedulerStats())))
-    calls.complete(UtilityOutput(cancelled_id, encode(SchedulerStats())))
-    calls.complete(UtilityOutput(failed_id, error="late", error_type="KeyError"))
-    calls.complete(UtilityOutput(cancelled_id, encode(SchedulerStats())))  # twice
-    calls.complete(UtilityOutput(4711, encode(SchedulerStats())))  # never asked
+    calls.complete(0, UtilityOutput(call_id, encode(SchedulerStats())))
+    calls.complete(0, UtilityOutput(cancelled_id, encode(SchedulerStats())))
+    calls.complete(0, UtilityOutput(failed_id, error="late", error_type="KeyError"))
+    calls.complete(0, UtilityOutput(cancelled_id, encode(SchedulerStats())))  # twice
+    calls.complete(0, UtilityOutput(4711, encode(SchedulerStats())))  # never asked
     assert not future.done()
     assert cancelled.cancelled()
 
@@ -84,7 +84,7 @@ def test_a_death_fails_the_calls_to_that_engine_only():
     calls.fail(EngineDeadError("engine rank 0 died"), 0)
     assert isinstance(first.exception(0), EngineDeadError)
     assert not second.done()
-    calls.complete(UtilityOutput(second_id, encode(SchedulerStats(step=3))))
+    calls.complete(0, UtilityOutput(second_id, encode(SchedulerStats(step=3))))
     assert second.result(0).step == 3
     _, third = calls.start(1, Ping())
     calls.fail(EngineDeadError("all are gone"))

@@ -29,6 +29,7 @@ def link():
         receiver = RequestReceiver(context, IDENTITY, [listener.address], items, lambda _: None)
         receiver.start(b"greeting")
         assert router.receive(TIMEOUT_S) == [IDENTITY, b"greeting"]
+        assert items.get(timeout=TIMEOUT_S).work is Work.CONNECTED
         yield router, receiver, items
         receiver.close(TIMEOUT_S)
         router.close()
