@@ -22,12 +22,12 @@ def test_each_call_gets_its_own_answer_in_whatever_order_they_come():
     calls = UtilityCalls()
     started = [calls.start(number % 3, Ping()) for number in range(300)]
     answers = [
-        UtilityOutput(call_id, encode(SchedulerStats(step=number)))
+        (number % 3, UtilityOutput(call_id, encode(SchedulerStats(step=number))))
         for number, (call_id, _) in enumerate(started)
     ]
     random.Random(1).shuffle(answers)
-    for answer in answers:
-        calls.complete(0, answer)
+    for rank, answer in answers:
+        assert calls.complete(rank, answer)
     assert [future.result(0).step for _, future in started] == list(range(300))
 
 
@@ -84,7 +84,8 @@ def test_a_death_fails_the_calls_to_that_engine_only():
     calls.fail(EngineDeadError("engine rank 0 died"), 0)
     assert isinstance(first.exception(0), EngineDeadError)
     assert not second.done()
-    calls.complete(0, UtilityOutput(second_id, encode(SchedulerStats(step=3))))
+    assert not calls.complete(0, UtilityOutput(second_id, encode(SchedulerStats())))
+    calls.complete(1, UtilityOutput(second_id, encode(SchedulerStats(step=3))))
     assert second.result(0).step == 3
     _, third = calls.start(1, Ping())
     calls.fail(EngineDeadError("all are gone"))
