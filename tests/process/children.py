@@ -121,15 +121,15 @@ class FaultyContext(Context):
         _fault("output links")
         return super().push(address)
 
-    def dealer(self, address: str, identity: bytes) -> Socket:
+    def dealer(self, address: str, identity: bytes, **options: Any) -> Socket:
         if not address.endswith("handshake"):
             _fault("input links")
-        return super().dealer(address, identity)
+        return super().dealer(address, identity, **options)
 
 
 class FaultyDecoder(Decoder[Any]):
-    def decode(self, frame: bytes) -> Any:
-        message = super().decode(frame)
+    def decode(self, frame: bytes, *buffers: Any) -> Any:
+        message = super().decode(frame, *buffers)
         if isinstance(message, EngineCoreRequest):
             _fault("input thread")
         return message

@@ -188,13 +188,11 @@ class AsyncLLM:
         """Items as ``params.output_kind`` asks. Closing the iterator aborts the request.
 
         ``prompt``: a text, token ids, or ``{"prompt_embeds": [P, hidden_size]}``.
-
         ``continues_prompt``: the text reads on from the prompt's; False for an answer in a chat,
         which begins a text (a leading SentencePiece space is dropped). ``timeline``: of a request
         that was received, and tokenised, by the caller; it is kept from here on.
 
-        Raises InvalidRequestError: before anything is submitted.
-        Raises EngineDeadError: the engine that ran the request ended.
+        Raises InvalidRequestError: before anything is submitted; EngineDeadError: the engine ended.
         """
         self._check_alive()
         timeline = timeline or RequestTimeline(self._clock.wall())

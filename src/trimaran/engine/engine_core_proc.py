@@ -66,11 +66,11 @@ class EngineCoreProc:
     def __init__(self, spec: EngineSpec, clock: Clock = SYSTEM_CLOCK) -> None:
         self._spec = spec
         self._clock = clock
-        self._cells = EngineCells(spec.board, spec.rank)
-        self._progress = WorkProgress(self._cells, clock)
         self._context = Context()
         self._items: queue.SimpleQueue[WorkItem] = queue.SimpleQueue()
         self._launcher = LauncherLink(self._context, spec, os.getpid(), clock)
+        self._cells: EngineCells
+        self._progress: WorkProgress
         self._core: EngineCore
         self._reported = SchedulerStats()  # to all front ends
         self._num_clients = 0
@@ -81,6 +81,9 @@ class EngineCoreProc:
         timeout_s = self._spec.config.launch.engine_ready_timeout_s
         addresses = self._launcher.introduce(timeout_s)
         self._num_clients = len(addresses.outputs)
+        # After the handshake: a rank that nobody expects has no row on the board.
+        self._cells = EngineCells(self._spec.board, self._spec.rank, num_clients=self._num_clients)
+        self._progress = WorkProgress(self._cells, self._clock)
         response = self._build_core()
         self._sender = OutputSender(self._context, addresses.outputs, self._thread_failed)
         self._receiver = RequestReceiver(
