@@ -160,11 +160,11 @@ class EngineCore:
         A step that brought no token yet (a long prompt) reports its statistics to client 0.
         Without work: nothing. Any exception leaves the engine in doubt; the caller ends it.
         """
-        if self._scheduler.has_work():
+        if self._sleep.has_work():
+            outputs = self._sleep.step()
+        elif self._scheduler.has_work():
             plan = self._scheduler.schedule()
             outputs = self._scheduler.update(plan, self._executor.execute(plan))
-        elif self._sleep.has_work():
-            outputs = self._sleep.step()
         else:
             return {}
         stats, now = self.stats(), self._clock.wall()
