@@ -170,15 +170,16 @@ class EngineCore:
         A step that brought no token yet (a long prompt) reports its statistics to client 0.
         Without work: nothing. Any exception leaves the engine in doubt; the caller ends it.
         """
-        if self._scheduler.has_work():
+        if self._sleep.has_work():
+            with self._progress.operation():
+                outputs = self._sleep.step()
+        elif self._scheduler.has_work():
             plan = self._scheduler.schedule()
             self._progress.begin_step(plan.total_num_scheduled_tokens)
             with memory_explained("computing a step", _CACHE_HINT):
                 computed = self._executor.execute(plan)
             outputs = self._scheduler.update(plan, computed)
             self._progress.end_step()
-        elif self._sleep.has_work():
-            outputs = self._sleep.step()
         else:
             return {}
         stats, now = self.stats(), self._clock.wall()

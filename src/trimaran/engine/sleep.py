@@ -21,7 +21,7 @@ from trimaran.scheduling.scheduler import Scheduler
 
 
 class SleepControl:
-    """Requests pass through ``add``; ``step`` is called where the scheduler has nothing to do."""
+    """Requests pass through ``add``; a step of the engine is ours where ``has_work`` says so."""
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, on_progress: ProgressCallback
@@ -55,8 +55,8 @@ class SleepControl:
             self._held.pop(request_id, None)
 
     def has_work(self) -> bool:
-        """Whether ``step`` has something to do once the scheduler has not."""
-        return bool(self._calls or self._last_outputs)
+        """Whether ``step`` has something to do."""
+        return bool(self._last_outputs or (self._calls and not self._scheduler.has_work()))
 
     def step(self) -> dict[int, list[EngineCoreOutput]]:
         """What is left to say of requests that a sleep ended; after that, fall asleep."""

@@ -187,6 +187,19 @@ def test_wake_up_calls_off_a_sleep_that_waits(core, executor):
     assert executor.asked == []
 
 
+def test_what_an_abort_ended_hears_so_though_wake_up_came_before_the_sleep(core):
+    core.add_request(make_request("a", 5, 50))
+    core.step()
+    done = core.control(Sleep(1, "abort"))
+    core.add_request(make_request("later", 5, 50))
+    wake_up(core)
+    assert isinstance(done.exception(0), ConflictError)
+    (message,) = core.step().values()
+    (output,) = message.outputs
+    assert (output.request_id, output.finish_reason) == ("a", FinishReason.ABORT)
+    assert steps(core)["later"][1] is FinishReason.LENGTH
+
+
 def test_held_requests_are_checked_at_once_and_can_be_aborted(core):
     sleep(core)
     core.add_request(make_request("a", 5, 3))
