@@ -68,6 +68,7 @@ class FrontEnd:
     """A client of either kind, attached to links at whose other end somebody else sits."""
 
     def __init__(self, kind, links):
+        self.kind = kind
         self._runner = asyncio.Runner() if kind == "async" else None
         client = EngineCoreClient.make_client(True, kind == "async", EngineConfig(), links=links)
         self.client = client
