@@ -65,13 +65,15 @@ class RawEngine:
 
 
 class FrontEnd:
-    """A client of either kind, attached to links at whose other end somebody else sits."""
+    """A client of any kind: attached to links at whose other end somebody else sits, or with an
+    engine of its own."""
 
-    def __init__(self, kind, links):
+    def __init__(self, kind, links=None, config=EngineConfig()):
         self.kind = kind
         self._runner = asyncio.Runner() if kind == "async" else None
-        client = EngineCoreClient.make_client(True, kind == "async", EngineConfig(), links=links)
-        self.client = client
+        self.client = EngineCoreClient.make_client(
+            kind != "inproc", kind == "async", config, links=links
+        )
 
     def __getattr__(self, name):
         """Methods of the client, awaited where they must be."""
