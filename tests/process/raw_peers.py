@@ -5,6 +5,7 @@ import itertools
 
 from trimaran.client.core_client import EngineCoreClient
 from trimaran.config import EngineConfig
+from trimaran.errors import EngineDeadError
 from trimaran.ids import engine_identity
 from trimaran.ipc.codec import Encoder
 from trimaran.ipc.sockets import Context, Sent
@@ -12,8 +13,10 @@ from trimaran.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreReadyResponse,
+    EngineCoreRequest,
     FinishReason,
 )
+from trimaran.sampling_params import SamplingParams
 
 TIMEOUT_S = 20.0
 INCARNATION = 4711
@@ -62,12 +65,15 @@ class RawEngine:
 
 
 class FrontEnd:
-    """A client of either kind, attached to links at whose other end somebody else sits."""
+    """A client of any kind: attached to links at whose other end somebody else sits, or with an
+    engine of its own."""
 
-    def __init__(self, kind, links):
+    def __init__(self, kind, links=None, config=EngineConfig()):
+        self.kind = kind
         self._runner = asyncio.Runner() if kind == "async" else None
-        client = EngineCoreClient.make_client(True, kind == "async", EngineConfig(), links=links)
-        self.client = client
+        self.client = EngineCoreClient.make_client(
+            kind != "inproc", kind == "async", config, links=links
+        )
 
     def __getattr__(self, name):
         """Methods of the client, awaited where they must be."""
@@ -86,11 +92,33 @@ class FrontEnd:
         """All outputs before ``mark``, which must come."""
         found = []
         while True:
-            message = self.get_output() if self._runner else self.get_output(TIMEOUT_S)
-            for output in message.outputs:
+            for output in self._get_output(TIMEOUT_S).outputs:
                 if output.request_id == mark:
                     return found
                 found.append(output)
+
+    def hears(self, mark):
+        """Whether a mark comes, soon: its link may be one that is just being made anew."""
+        try:
+            while True:
+                for output in self._get_output(0.1).outputs:
+                    if output.request_id == mark:
+                        return True
+        except TimeoutError:
+            return False
+
+    def _get_output(self, timeout_s):
+        if self._runner is None:
+            return self.client.get_output(timeout_s)
+        return self._runner.run(asyncio.wait_for(self.client.get_output_async(), timeout_s))
+
+    def reaches(self, link):
+        """Whether a request comes out at the far end, soon."""
+        try:
+            self.add_request(EngineCoreRequest("hello", [1], SamplingParams(max_tokens=1, seed=0)))
+        except EngineDeadError:
+            return False
+        return link.receive(0.1) is not None
 
     def close(self):
         self.shutdown()

@@ -6,12 +6,11 @@ import queue
 import signal
 import subprocess
 import sys
-import zlib
 
 import numpy as np
 import pytest
-from tests.process.conftest import descendants
-from tests.process.raw_peers import INCARNATION, TIMEOUT_S, FrontEnd, RawEngine
+from tests.process.conftest import descendants, is_gone, wait_until
+from tests.process.raw_peers import TIMEOUT_S, FrontEnd, RawEngine
 
 from trimaran.client.core_client import EngineCoreClient
 from trimaran.config import EngineConfig, ExecutorConfig
@@ -21,7 +20,7 @@ from trimaran.executor.mock import mock_salt, mock_token
 from trimaran.ids import engine_identity
 from trimaran.ipc.codec import MAX_BUFFER_BYTES, MAX_FRAME_BYTES, Buffer, Encoder
 from trimaran.ipc.sockets import Context, Sent
-from trimaran.messages import EngineCoreOutput, EngineCoreRequest, RequestType, Tensor
+from trimaran.messages import EngineCoreRequest, RequestType, Tensor
 from trimaran.sampling_params import SamplingParams
 
 MOCK = EngineConfig(executor=ExecutorConfig(distributed_executor_backend="mock"))
@@ -73,7 +72,8 @@ def stopped(client):
     (pid,) = descendants()
     os.kill(pid, signal.SIGSTOP)
     yield lambda: os.kill(pid, signal.SIGCONT)
-    os.kill(pid, signal.SIGCONT)
+    if not is_gone(pid):
+        os.kill(pid, signal.SIGCONT)
 
 
 def test_a_buffer_lives_until_the_engine_has_it(client, stopped):
@@ -104,7 +104,8 @@ def test_closing_does_not_wait_for_what_nobody_reads(client, stopped):
 
 
 def test_a_process_that_just_ends_ends(tmp_path):
-    """With megabytes under way: pyzmq's thread and our finalizers both run at exit."""
+    """With megabytes under way: our sockets are closed before pyzmq frees what they still send
+    (ZMQ aborts the process where it reads memory that is gone)."""
     code = (
         "import os, signal\n"
         "from tests.process import test_big_frames as t\n"
@@ -113,15 +114,17 @@ def test_a_process_that_just_ends_ends(tmp_path):
         "(pid,) = t.descendants()\n"
         "os.kill(pid, signal.SIGSTOP)\n"
         "for _ in range(3):\n"
-        "    request = t.request_of(t.embeddings())\n"
-        "    client.add_request(request)\n"
-        "print('sent', flush=True)\n"
+        "    client.add_request(t.request_of(t.embeddings()))\n"
+        "from zmq.utils.garbage import gc\n"
+        "stop = gc.stop\n"
+        "gc.stop = lambda: (print('under way:', len(gc.refs), flush=True), stop())\n"
+        "print('sent:', len(gc.refs), flush=True)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, done.stdout) == (0, "sent\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "sent: 3\nunder way: 0\n"), done.stderr
     assert "Traceback" not in done.stderr
     assert "zmq" not in done.stderr
 
@@ -149,12 +152,10 @@ def test_a_front_end_that_sends_too_much_cuts_itself_off_and_nobody_else(links):
         assert router.receive(TIMEOUT_S) == [engine_identity(0), b"hello"]
     assert guilty.try_send([engine_identity(0), b"\x00", bytes(100_001)]) is Sent.OK
     frames = Encoder().encode_frames(EngineCoreRequest("b", [1], SamplingParams()))
-    deadline = receiver_deadline()
-    while guilty.try_send([engine_identity(0), b"\x00", *frames]) is not Sent.UNREACHABLE:
-        deadline()
-    while not items.empty():
-        assert items.get().payload.request_id == "b"
-    assert other.try_send([engine_identity(0), RequestType.ADD.value, *frames]) is Sent.OK
+    message = [engine_identity(0), RequestType.ADD.value, *frames]
+    wait_until(lambda: guilty.try_send(message) is Sent.UNREACHABLE, TIMEOUT_S)
+    assert items.empty()
+    assert other.try_send(message) is Sent.OK
     item = items.get(timeout=TIMEOUT_S)
     assert (item.work, item.payload.client_index) == (Work.ADD, 1)
     receiver.close(TIMEOUT_S)
@@ -190,16 +191,8 @@ def test_an_engine_that_sends_too_much_loses_that_and_comes_back(links, kind):
     for link in (engine.outputs, engine.requests):
         engine.send(link, bytes(MAX_FRAME_BYTES + 1))
     # What was queued behind it may go with the connection; what comes later arrives.
-    deadline, seen = receiver_deadline(), []
-    while not seen:
-        deadline()
-        engine.put_out(EngineCoreOutput("a", 0, [1]))
-        seen = front.outputs_until(engine.mark()) if kind == "sync" else [front.get_output()]
-    front.add_request(request_of(embeddings()[:1]))
-    kind_, payload = engine.requests.receive(TIMEOUT_S)
-    assert kind_ == RequestType.ADD.value
-    assert zlib.crc32(payload)
+    wait_until(lambda: front.hears(engine.mark()), TIMEOUT_S)
+    wait_until(lambda: front.reaches(engine.requests), TIMEOUT_S)
     assert front.num_dropped_messages == 0
-    assert front.ready[0].incarnation == INCARNATION
     front.close()
     engine.close()

@@ -15,7 +15,7 @@ from trimaran.errors import InvalidRequestError
 from trimaran.formats.checkpoint import ModelSource
 from trimaran.ids import unique_id
 from trimaran.messages import EngineCoreRequest, Tensor
-from trimaran.sampling_params import SamplingParams
+from trimaran.sampling_params import SamplingParams, verify_text
 from trimaran.text.tokenizer import Tokenizer
 
 MAX_CACHE_SALT_CHARS = 1024
@@ -64,10 +64,12 @@ class InputProcessor:
         params.verify()
         params.verify_for_model(self.vocab_size)
         max_tokens = self._check_lengths(prompt_token_ids, params)
-        if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
-            raise InvalidRequestError(
-                f"cache_salt has 1 to {MAX_CACHE_SALT_CHARS} characters", param="cache_salt"
-            )
+        if cache_salt is not None:
+            if not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
+                raise InvalidRequestError(
+                    f"cache_salt has 1 to {MAX_CACHE_SALT_CHARS} characters", param="cache_salt"
+                )
+            verify_text("cache_salt", cache_salt)
         if not -(1 << 31) <= priority < 1 << 31:
             raise InvalidRequestError("priority must fit 32 bits", param="priority")
         if embeds is not None and params.prompt_logprobs is not None:

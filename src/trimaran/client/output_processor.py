@@ -93,7 +93,6 @@ class _Choice:
         params = self.stream.params
         if self.finish_reason is not None:
             return True  # by a stop string in what came before it was resumed
-        _verify(output)
         # A resend starts at an index already received: what is known is dropped, never doubled.
         known = len(self.token_ids) - output.first_index
         if known < 0:
@@ -335,6 +334,7 @@ class OutputProcessor:
         self, choice: _Choice, output: EngineCoreOutput, now: float, to_abort: list[str]
     ) -> None:
         stream = choice.stream
+        _verify(output)
         self._mark(choice, output, now)
         if output.prompt_logprobs is not None:
             stream.set_prompt_logprobs(output.prompt_logprobs, self._tokenizer)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from trimaran.errors import InvalidRequestError, ProtocolError
 from trimaran.messages import EngineCoreRequest, ModelFacts
-from trimaran.sampling_params import MAX_N
+from trimaran.sampling_params import MAX_N, verify_text
 
 
 def verify_request(request: EngineCoreRequest, facts: ModelFacts) -> None:
@@ -31,6 +31,8 @@ def verify_request(request: EngineCoreRequest, facts: ModelFacts) -> None:
     ):
         if not low <= value <= high:
             raise InvalidRequestError(f"{field} must be from {low} to {high}", param=field)
+    if request.cache_salt is not None:
+        verify_text("cache_salt", request.cache_salt)
     if request.prompt_embeds is not None:
         _verify_prompt_embeds(request, facts.hidden_size)
 

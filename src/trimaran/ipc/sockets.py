@@ -18,6 +18,10 @@ from typing import Protocol
 
 import zmq
 
+# Keeps what is sent without a copy alive. Imported here and not with the first such frame: what is
+# registered to run at exit from now on runs before it lets go, so that contexts are closed by then.
+import zmq.utils.garbage
+
 from trimaran.ipc.codec import MAX_BUFFER_BYTES, MAX_FRAME_BYTES, Frame
 
 # Messages, per peer and direction. Requests are bounded by admission at the front end long before;
