@@ -177,6 +177,7 @@ def receiver(links):
         context, engine_identity(0), [links[0].input_address], items, refused.append
     )
     receiver.start(b"greeting")
+    assert items.get(timeout=TIMEOUT_S).work is Work.CONNECTED
     assert router.receive(TIMEOUT_S)
 
     def send(*frames):
@@ -198,7 +199,7 @@ def test_an_engine_outlives_any_frames(receiver):
         send(*([kind.value] if is_typed else []), *frames)
         send(RequestType.ABORT.value, encoder.encode(AbortRequests(["mark"])))
         while True:
-            work, payload = items.get(timeout=TIMEOUT_S)
+            work, payload, _ = items.get(timeout=TIMEOUT_S)
             assert work is not Work.FAILED, payload
             if work is Work.ABORT and payload.request_ids == ["mark"]:
                 return
@@ -210,7 +211,7 @@ def test_an_engine_outlives_any_frames(receiver):
 def test_buffers_that_belong_to_nothing_are_refused(receiver):
     send, items, receiver = receiver
     encoder = Encoder()
-    request = encoder.encode(EngineCoreRequest("a", [1], SamplingParams()))
+    request = encoder.encode(EngineCoreRequest("a", [1], SamplingParams(max_tokens=1, seed=0)))
     send(RequestType.ADD.value, request, bytes(100_000))
     send(RequestType.ABORT.value, encoder.encode(AbortRequests(["a"])), bytes(100_000))
     send(RequestType.ADD.value, request)
