@@ -28,9 +28,8 @@ def ready(drive):
     return make
 
 
-@both_clients
-def test_an_engine_stopped_at_work_is_hung(ready, client_type):
-    driver = ready(client_type)
+def test_an_engine_stopped_at_work_is_hung(ready):
+    driver = ready(SyncMPClient)
     driver.run("add_request", request_for("a"))
     driver.run("get_output")
     pid = engine_pid()
