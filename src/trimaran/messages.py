@@ -12,11 +12,11 @@ PROTOCOL_VERSION; tests/unit/test_messages.py holds the shapes.
 """
 
 from enum import Enum, IntEnum
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from trimaran.errors import ProtocolError
+from trimaran.errors import InvalidRequestError, ProtocolError
 from trimaran.ipc.codec import Buffer
 from trimaran.sampling_params import SamplingParams
 
@@ -24,6 +24,8 @@ PROTOCOL_VERSION = 2  # 2: buffer frames, prompt_embeds
 
 # First frame of the message by which an engine says that it crashed (then: an EngineDeath).
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
+
+AWAKE = -1  # the sleep level of an engine that is not asleep
 
 NULL_BLOCK_ID = 0  # never allocated, never written: stands where a block table has no block
 
@@ -113,9 +115,12 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     prompt_logprobs: TokenLogprobs | None = None  # once, with the first output: positions 1 … p-1
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     error: str | None = None  # with FinishReason.ERROR: what to tell the client
-    # Wall seconds of engine events of this request: queued, scheduled (with the first output only).
+    # What an engine knows of the request's life: with its first output, and again with the first
+    # one after a preemption. Wall seconds; the first token's is the end of the step that drew it.
     queued_at: float = 0.0
     scheduled_at: float = 0.0
+    first_token_at: float = 0.0
+    num_preemptions: int = 0  # so far
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -130,6 +135,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_preemptions: int = 0
     num_prompt_tokens: int = 0  # computed in prefill
     num_generation_tokens: int = 0
+    sleep_level: int = AWAKE  # 0, 1 or 2 while asleep
+    is_falling_asleep: bool = False  # what arrives waits already; what came before still ends
 
 
 class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
@@ -159,15 +166,55 @@ class EngineDeath(msgspec.Struct, array_like=True, gc=False):
 # --------------------------------------------------------------------------- control operations
 
 
+#
+# An operation is a struct here, with the type of its result, and an arm in EngineCore.control.
+
+
 class ResetPrefixCache(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """Result: bool, whether the cache was emptied (False while blocks are in use)."""
+    """Result: whether the cache was emptied (False while blocks are in use)."""
+
+    result_type: ClassVar[Any] = bool
 
 
 class Ping(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """Result: SchedulerStats."""
+    """Result: how things stand."""
+
+    result_type: ClassVar[Any] = SchedulerStats
 
 
-ControlOperation = ResetPrefixCache | Ping
+class Sleep(msgspec.Struct, array_like=True, tag=3, gc=False):
+    """Stop work (level 0), give back the KV cache too (1), and the weights (2).
+
+    Running and waiting requests end at once (mode "abort") or by themselves (mode "wait"). What
+    arrives later waits until WakeUp. Result: the level slept at; asleep already, the deeper of the
+    two. Raises InvalidRequestError: no such level or mode.
+    """
+
+    level: Literal[0, 1, 2] = 1
+    mode: Literal["wait", "abort"] = "abort"
+    result_type: ClassVar[Any] = int
+
+    def __post_init__(self) -> None:
+        if type(self.level) is not int or self.level not in (0, 1, 2):
+            raise InvalidRequestError("level must be 0, 1 or 2", param="level")
+        if self.mode not in ("wait", "abort"):
+            raise InvalidRequestError('mode must be "wait" or "abort"', param="mode")
+
+
+class WakeUp(msgspec.Struct, array_like=True, tag=4, gc=False):
+    """Undo Sleep, whatever its level; one that still waits for running work is called off."""
+
+    result_type: ClassVar[Any] = None
+
+
+class Profile(msgspec.Struct, array_like=True, tag=5, gc=False):
+    """Record what the executor does, from "start" to "stop". Result: the file of the recording."""
+
+    action: Literal["start", "stop"]
+    result_type: ClassVar[Any] = str
+
+
+ControlOperation = ResetPrefixCache | Ping | Sleep | WakeUp | Profile
 
 
 class UtilityCall(msgspec.Struct, array_like=True, gc=False):
@@ -251,6 +298,12 @@ class DeploymentState(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     failure: str | None = None
     # Where the model is on this machine, once it is: located (and downloaded) in one place only.
     model_path: str | None = None
+
+
+class ApiServerReady(msgspec.Struct, array_like=True, gc=False):
+    """API server to supervisor, once: it answers requests from now on."""
+
+    phases: list[tuple[str, float]] = []  # start-up phases and their seconds
 
 
 # ----------------------------------------------------------------------------- the model's KV cache

@@ -74,7 +74,7 @@ def test_nonsense_is_counted_and_what_is_in_order_arrives(context, links):
         context, engine_identity(0), [each.input_address for each in links], items, refused.append
     )
     receiver.start(b"greeting")
-    assert receiver.connected.wait(TIMEOUT_S)
+    assert items.get(timeout=TIMEOUT_S).work is Work.CONNECTED
     for link in (router, other):
         assert link.receive(TIMEOUT_S) == [engine_identity(0), b"greeting"]
     encoder = Encoder()
@@ -90,7 +90,7 @@ def test_nonsense_is_counted_and_what_is_in_order_arrives(context, links):
         assert other.try_send([engine_identity(0), *frames]) is Sent.OK
     frames = [RequestType.ADD.value, encoder.encode(request)]
     assert other.try_send([engine_identity(0), *frames]) is Sent.OK
-    work, received = items.get(timeout=TIMEOUT_S)
+    work, received, _ = items.get(timeout=TIMEOUT_S)
     # The link tells who asks, whatever the message says.
     assert (work, received.request_id, received.client_index) == (Work.ADD, "a", 1)
     assert receiver.num_refused_frames == len(nonsense)

@@ -17,7 +17,10 @@ logger = logging.getLogger(__name__)
 class BackgroundResources:
     def __init__(self) -> None:
         self._stack: list[tuple[str, Callable[[], object]]] = []
-        self._lock = threading.Lock()
+        # Who closes second waits until the first has closed all, unless it is the same thread
+        # (a signal handler that closes what is being closed).
+        self._lock = threading.RLock()
+        self._closing = False
         self._pid = os.getpid()
         # The finalizer's own turn at exit may come behind pyzmq's, which frees the memory of
         # messages under way: ZMQ would still send them (see ipc/sockets.py).
@@ -28,14 +31,26 @@ class BackgroundResources:
         self._stack.append((name, close))
 
     def __call__(self) -> None:
-        """End all of them; what fails to end is logged and does not stop the rest."""
+        """End all of them; what fails to end is logged and does not stop the rest.
+
+        A Ctrl-C meanwhile does not stop the rest either; it is raised at the end.
+        """
         if os.getpid() != self._pid:
             return  # a fork of the owner, which has copies of all this and owns none of it
         atexit.unregister(self)
+        interrupt: BaseException | None = None
         with self._lock:
-            stack, self._stack = self._stack, []
-        for name, close in reversed(stack):
-            try:
-                close()
-            except Exception:
-                logger.exception("could not close %s", name)
+            if self._closing:
+                return
+            self._closing = True
+            while self._stack:
+                name, close = self._stack.pop()
+                try:
+                    close()
+                except Exception:
+                    logger.exception("could not close %s", name)
+                except BaseException as error:  # noqa: BLE001  raised below
+                    interrupt = error
+            self._closing = False
+        if interrupt is not None:
+            raise interrupt

@@ -11,7 +11,6 @@ import secrets
 import msgspec
 
 from trimaran.client.prompt_embeds import EmbedsPrompt, prompt_tensor
-from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.errors import InvalidRequestError
 from trimaran.formats.checkpoint import ModelSource
 from trimaran.ids import unique_id
@@ -34,7 +33,6 @@ class InputProcessor:
         tokenizer: Tokenizer,
         *,
         seed: int = -1,
-        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._tokenizer = tokenizer
         self._generation = source.generation
@@ -42,7 +40,6 @@ class InputProcessor:
         # An id that the model has no row for never comes, and must not be looked up.
         self._eos_token_ids = [i for i in source.generation.eos_token_ids if 0 <= i < rows]
         self._hidden_size = source.architecture.hidden_size
-        self._clock = clock
         # With a server seed the sequence of per-request seeds repeats from start to start; without
         # one it comes from the system. Never from the global random state.
         self._seeds = random.Random(seed) if seed >= 0 else None
@@ -57,8 +54,9 @@ class InputProcessor:
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        arrival_time: float = 0.0,
     ) -> list[EngineCoreRequest]:
-        """One request per choice.
+        """One request per choice. ``arrival_time``: wall seconds at which the request came in.
 
         Raises InvalidRequestError naming the field at fault.
         """
@@ -83,7 +81,6 @@ class InputProcessor:
         )
         bad_words = self._bad_words(params)
         self._check_something_is_allowed(params, bad_words)
-        arrival = self._clock.wall()
         return [
             EngineCoreRequest(
                 request_id=unique_id(),
@@ -92,7 +89,7 @@ class InputProcessor:
                 eos_token_ids=self._eos_token_ids,
                 choice_index=index,
                 priority=priority,
-                arrival_time=arrival,
+                arrival_time=arrival_time,
                 bad_words_token_ids=bad_words,
                 cache_salt=cache_salt,
                 external_id=request_id,

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from trimaran.client.outputs import (
+    ChoiceTimeline,
     CompletionOutput,
     PositionLogprobs,
     RequestOutput,
-    RequestTiming,
+    RequestTimeline,
     TokenLogprob,
 )
 from trimaran.clock import SYSTEM_CLOCK, Clock
@@ -51,8 +52,8 @@ class _Choice:
     """One sequence of a request: its tokens, and the text they have become."""
 
     __slots__ = (
-        "detokenizer", "finish_reason", "index", "last_token_at", "logprobs", "parts", "request",
-        "stop", "stop_reason", "stream", "taken_logprobs", "taken_parts", "taken_tokens",
+        "detokenizer", "finish_reason", "index", "logprobs", "parts", "request", "stop",
+        "stop_reason", "stream", "taken_logprobs", "taken_parts", "taken_tokens", "timeline",
         "token_ids",
     )  # fmt: skip
 
@@ -63,7 +64,7 @@ class _Choice:
         self.stream = stream
         self.request = request
         self.index = request.choice_index
-        self.last_token_at = 0.0  # wall seconds; 0: none yet
+        self.timeline = ChoiceTimeline(request.choice_index)
         self.token_ids: list[int] = []
         self.parts: list[str] = []
         self.logprobs: list[PositionLogprobs] = []
@@ -203,8 +204,9 @@ class RequestStream:
         on_news: Callable[[], None],
         *,
         continues_prompt: bool = True,
+        timeline: RequestTimeline | None = None,
     ) -> None:
-        """``on_news`` is called when ``take`` may have something."""
+        """``on_news`` is called when ``take`` may have something. ``timeline``: as begun."""
         self.continues_prompt = continues_prompt
         self.request_id = request_id
         self.prompt = prompt
@@ -212,8 +214,8 @@ class RequestStream:
         self.params = params
         self.choices: list[_Choice] = []
         self.error: Exception | None = None
-        self.timing = RequestTiming(arrival=requests[0].arrival_time)
-        self.num_cached_tokens = 0
+        self.timeline = timeline or RequestTimeline(requests[0].arrival_time)
+        self.timeline.num_prompt_tokens = len(requests[0].prompt_token_ids)
         self.num_unfinished = len(requests)
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
         self._on_news = on_news
@@ -254,10 +256,10 @@ class RequestStream:
             self.requests[0].prompt_token_ids,
             outputs,
             self.finished,
-            self.num_cached_tokens,
+            self.timeline.num_cached_tokens,
             sum([len(choice.token_ids) for choice in self.choices]),
             prompt_logprobs,
-            self.timing,
+            self.timeline,
         )
 
     def set_prompt_logprobs(self, columns: TokenLogprobs, tokenizer: Tokenizer) -> None:
@@ -283,22 +285,31 @@ class OutputProcessor:
     def add(self, stream: RequestStream) -> None:
         """Register before the requests are submitted, so that no output finds nobody."""
         stream.choices = [_Choice(stream, r, self._tokenizer) for r in stream.requests]
+        stream.timeline.choices = [choice.timeline for choice in stream.choices]
         for choice in stream.choices:
             self._choices[choice.request.request_id] = choice
 
     def remove(self, stream: RequestStream) -> list[str]:
         """Forget a stream whose consumer left; the internal ids the engine must abort."""
-        gone = [r.request_id for r in stream.requests if self._choices.pop(r.request_id, None)]
-        if gone and self._metrics is not None:
-            self._report_finished(stream, "abort")
-        return gone
+        return self._end_early(stream, "abort")
 
-    def fail_all(self, error: Exception) -> None:
+    def fail_all(self, error: TrimaranError) -> None:
         """The engine is gone: every unfinished stream ends with its error."""
         streams = {id(choice.stream): choice.stream for choice in self._choices.values()}
-        self._choices.clear()
         for stream in streams.values():
-            stream.fail(error)
+            self._end_early(stream, "error")
+            stream.fail(error.again())  # raised in as many tasks as there are streams
+
+    def _end_early(self, stream: RequestStream, reason: str) -> list[str]:
+        now = self._clock.wall()
+        gone = []
+        for choice in stream.choices:
+            if self._choices.pop(choice.request.request_id, None) is not None:
+                choice.timeline.finished, choice.timeline.finish_reason = now, reason
+                gone.append(choice.request.request_id)
+        if gone:
+            self._report_finished(stream, reason)
+        return gone
 
     def process(self, message: EngineCoreOutputs) -> list[str]:
         """Take in one engine message; the internal ids to abort (ended by a stop string)."""
@@ -315,7 +326,7 @@ class OutputProcessor:
                     raise RequestFailedError(output.error or "the request failed in the engine")
                 self._process_one(choice, output, now, to_abort)
             except TrimaranError as error:
-                to_abort += self.remove(choice.stream)
+                to_abort += self._end_early(choice.stream, "error")
                 choice.stream.fail(error)
         return to_abort
 
@@ -324,44 +335,60 @@ class OutputProcessor:
     ) -> None:
         stream = choice.stream
         _verify(output)
-        self._mark_times(choice, output, now)
+        self._mark(choice, output, now)
         if output.prompt_logprobs is not None:
             stream.set_prompt_logprobs(output.prompt_logprobs, self._tokenizer)
         if choice.receive(output, self._tokenizer):
             to_abort.append(output.request_id)
+        timeline = choice.timeline
+        timeline.num_output_tokens = len(choice.token_ids)
         if choice.finish_reason is not None:
+            timeline.finished, timeline.finish_reason = now, choice.finish_reason
             del self._choices[output.request_id]
             stream.num_unfinished -= 1
-            if stream.finished and self._metrics is not None:
+            if stream.finished:
                 self._report_finished(stream, choice.finish_reason)
         stream.notify()
 
-    def _mark_times(self, choice: _Choice, output: EngineCoreOutput, now: float) -> None:
-        timing = choice.stream.timing
-        if output.scheduled_at and not timing.scheduled:
-            timing.queued, timing.scheduled = output.queued_at, output.scheduled_at
-            choice.stream.num_cached_tokens = output.num_cached_tokens
+    def _mark(self, choice: _Choice, output: EngineCoreOutput, now: float) -> None:
+        """Keep the timeline; what the metrics are told is read from it."""
+        whole, timeline = choice.stream.timeline, choice.timeline
+        if output.scheduled_at:
+            if not timeline.scheduled:
+                if not whole.scheduled:
+                    whole.num_cached_tokens = output.num_cached_tokens
+                timeline.queued, timeline.scheduled = output.queued_at, output.scheduled_at
+                timeline.num_cached_tokens = output.num_cached_tokens
+            timeline.first_token = timeline.first_token or output.first_token_at
+            timeline.num_preemptions = output.num_preemptions
         count = len(output.new_token_ids)
         if not count:
             return
-        if not timing.first_token:
-            timing.first_token = choice.last_token_at = now
+        before = timeline.last_token
+        if not timeline.first_token_received:
+            # The request's first token is one choice's; the others' first come after it.
+            before = whole.first_token_received
+            timeline.first_token_received = now
+        timeline.last_token = now
+        if self._metrics is None:
+            return
+        if not before:
+            self._metrics.on_first_token(whole.first_token_received - whole.received)
+            before = now
             count -= 1
-            if self._metrics is not None:
-                self._metrics.on_first_token(now - timing.arrival)
-        if count and self._metrics is not None:
-            self._metrics.on_tokens(count, now - (choice.last_token_at or timing.first_token))
-        choice.last_token_at = timing.last_token = now
+        if count:
+            self._metrics.on_tokens(count, now - before)
 
     def _report_finished(self, stream: RequestStream, reason: str) -> None:
-        assert self._metrics is not None
-        timing = stream.timing
+        if self._metrics is None:
+            return
+        timeline = stream.timeline
         self._metrics.on_finished(
             reason,
-            len(stream.requests[0].prompt_token_ids),
-            sum(len(choice.token_ids) for choice in stream.choices),
-            self._clock.wall() - timing.arrival,
-            max(0.0, timing.scheduled - timing.arrival) if timing.scheduled else 0.0,
+            timeline.num_prompt_tokens,
+            timeline.num_output_tokens,
+            timeline.finished - timeline.received,
+            timeline.scheduled - timeline.received if timeline.scheduled else 0.0,
         )
 
 

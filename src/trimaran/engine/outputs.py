@@ -75,6 +75,8 @@ def _merge_output(earlier: EngineCoreOutput, later: EngineCoreOutput) -> None:
     earlier.num_cached_tokens = max(earlier.num_cached_tokens, later.num_cached_tokens)
     earlier.queued_at = earlier.queued_at or later.queued_at
     earlier.scheduled_at = earlier.scheduled_at or later.scheduled_at
+    earlier.first_token_at = earlier.first_token_at or later.first_token_at
+    earlier.num_preemptions = max(earlier.num_preemptions, later.num_preemptions)
 
 
 def _joined(earlier: TokenLogprobs | None, later: TokenLogprobs | None) -> TokenLogprobs | None:

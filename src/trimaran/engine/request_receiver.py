@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from trimaran.errors import ProtocolError
 from trimaran.ipc.codec import Decoder
+from trimaran.ipc.progress_board import EngineCells
 from trimaran.ipc.sockets import Context, Poller, Socket
 from trimaran.messages import AbortRequests, EngineCoreRequest, RequestType, UtilityCall
 
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 # Requests that wait for the main thread (it takes all of them before each step). Admission at the
 # front end is far below it; beyond it they are refused, so that no front end can fill the memory.
 MAX_WAITING_ITEMS = 1 << 15
+# How often the thread shows that it looks at its links, though nothing comes.
+_TURN_S = 1.0
 
 
 class Work(Enum):
@@ -29,11 +32,13 @@ class Work(Enum):
     UTILITY = 2  # UtilityCall
     STOP = 3  # None: end in order
     FAILED = 4  # the exception that ended one of the threads
+    CONNECTED = 5  # None: the request links are open; comes before what they bring
 
 
 class WorkItem(NamedTuple):
     work: Work
     payload: EngineCoreRequest | AbortRequests | UtilityCall | BaseException | None = None
+    number: int = 0  # of those that came by a link, from 1
 
 
 class RequestReceiver:
@@ -46,18 +51,20 @@ class RequestReceiver:
         addresses: Sequence[str],
         items: "queue.SimpleQueue[WorkItem]",
         refuse: Callable[[EngineCoreRequest], None],
+        cells: EngineCells | None = None,
     ) -> None:
         self._context = context
         self._identity = identity
         self._addresses = addresses
         self._items = items
         self._refuse = refuse
+        self._cells = cells or EngineCells(num_clients=len(addresses))
+        self._num_queued = 0
         self._stop, self._stopped = context.pair()
         self._decode_add: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest)
         self._decode_abort: Decoder[AbortRequests] = Decoder(AbortRequests)
         self._decode_utility: Decoder[UtilityCall] = Decoder(UtilityCall)
         self.num_refused_frames = 0
-        self.connected = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, greeting: bytes) -> None:
@@ -67,11 +74,15 @@ class RequestReceiver:
         )
         self._thread.start()
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> bool:
+        """Whether the thread has ended, and with it its sockets."""
         self._stop.try_send([b""])
-        if self._thread is not None:
+        if self._thread is None:
+            self._stopped.close()
+        else:
             self._thread.join(timeout_s)
         self._stop.close()
+        return self._thread is None or not self._thread.is_alive()
 
     def _main(self, greeting: bytes) -> None:
         try:
@@ -89,9 +100,10 @@ class RequestReceiver:
                 links[link] = client_index
                 link.try_send([greeting])
                 poller.register(link)
-            self.connected.set()
+            self._items.put(WorkItem(Work.CONNECTED))
             while True:
-                for source in poller.poll(None):
+                self._cells.turned()
+                for source in poller.poll(_TURN_S):
                     if source is self._stopped:
                         return
                     assert isinstance(source, Socket)
@@ -103,19 +115,23 @@ class RequestReceiver:
     def _receive(self, link: Socket, client_index: int) -> None:
         while (message := link.try_receive_buffers(2)) is not None:
             try:
-                item = self._item(*message, client_index)
+                self._take(self._item(*message, client_index))
             except ProtocolError as error:
                 self.num_refused_frames += 1
                 logger.warning(
                     "refused message %d of front end %d: %s",
                     self.num_refused_frames, client_index, error,
                 )  # fmt: skip
-                continue
-            if item.work is Work.ADD and self._items.qsize() >= MAX_WAITING_ITEMS:
-                assert isinstance(item.payload, EngineCoreRequest)
-                self._refuse(item.payload)
-            else:
-                self._items.put(item)
+            self._cells.received(client_index)
+
+    def _take(self, item: WorkItem) -> None:
+        if item.work is Work.ADD and self._items.qsize() >= MAX_WAITING_ITEMS:
+            assert isinstance(item.payload, EngineCoreRequest)
+            self._refuse(item.payload)
+            return
+        self._num_queued += 1
+        self._cells.queued(self._num_queued)
+        self._items.put(item._replace(number=self._num_queued))
 
     def _item(self, frames: list[bytes], buffers: list[memoryview], client_index: int) -> WorkItem:
         if len(frames) != 2:

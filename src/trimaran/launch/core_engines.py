@@ -5,6 +5,7 @@ Owns: ``CoreEngines``, which somebody else's poll loop drives (the supervisor's)
 process is the parent of its engines). Knows nothing of requests. Called by ``supervisor``, client/.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -15,16 +16,25 @@ from typing import NamedTuple
 from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
 from trimaran.engine.spec import fingerprint
-from trimaran.errors import ChildFailedError, ProtocolError
+from trimaran.errors import ChildFailedError, ProtocolError, UnavailableError
 from trimaran.ipc.codec import Decoder, Encoder
 from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.listeners import Listener
+from trimaran.ipc.progress_board import ProgressBoard
 from trimaran.ipc.sockets import Context, HasFileno, Poller, Socket
 from trimaran.launch.handshake import Handshake
+from trimaran.launch.hang_watch import EngineFence
 from trimaran.launch.links import ClientLinks
 from trimaran.launch.plan import EngineProcess
-from trimaran.launch.processes import ENGINE_ENTRY, CoreEngineProcManager, EngineId, child_failed
+from trimaran.launch.processes import (
+    ENGINE_ENTRY,
+    CoreEngineProcManager,
+    EngineId,
+    child_failed,
+    log_stacks,
+)
 from trimaran.launch.start_bar import StartBar
+from trimaran.launch.start_table import ProcessStart, log_start
 from trimaran.messages import (
     EngineAddresses,
     EngineCoreReadyResponse,
@@ -36,8 +46,9 @@ from trimaran.process.spawn import Child, ChildEnd
 logger = logging.getLogger(__name__)
 
 _WAITING_LOG_INTERVAL_S = 5.0
-# How often deadlines are looked at; everything else wakes the loop by itself.
+# How often deadlines are looked at, and, once all is ready, progress; the rest wakes the loop.
 TICK_S = 0.5
+_READY_TICK_S = 1.0
 _THREAD_END_TIMEOUT_S = 5.0
 
 
@@ -66,19 +77,24 @@ class CoreEngines:
         entry: str = ENGINE_ENTRY,
     ) -> None:
         self._clock = clock
-        self._started_at = clock.monotonic()
-        self._waiting_logged_at = self._started_at
+        self.started_at = clock.monotonic()
+        self._waiting_logged_at = self.started_at
         self._encoder = Encoder()
         self._decoder: Decoder[HandshakeMessage] = Decoder(HandshakeMessage)
-        self._listener = Listener.bind_ipc(folder.socket_path("handshake"))
-        self._socket = context.router(self._listener.address, self._listener.fileno())
-        try:
+        with contextlib.ExitStack() as opened:
+            self._listener = Listener.bind_ipc(folder.socket_path("handshake"))
+            opened.callback(self._listener.close)
+            self._socket = context.router(self._listener.address, self._listener.fileno())
+            opened.callback(self._socket.close)
+            self._board = _board_of(links, plan)
+            opened.callback(self._board.close)
             self._manager = CoreEngineProcManager(
-                config, plan, self._listener.address, clock, entry
+                config, plan, self._listener.address, clock, entry, board=self._board.place
             )
-        except BaseException:
-            self._close_socket()
-            raise
+            self._close_links = opened.pop_all().close
+        self._fence = EngineFence(
+            self._board, self._manager, config.launch.engine_hang_timeout_s, clock
+        )
         self.handshake = Handshake(
             dict(self._manager.engines.values()),
             fingerprint(config),
@@ -86,7 +102,7 @@ class CoreEngines:
                 inputs=[link.input_address for link in links],
                 outputs=[link.output_address for link in links],
             ),
-            self._started_at,
+            self.started_at,
             config.launch.engine_ready_timeout_s,
         )
 
@@ -94,6 +110,10 @@ class CoreEngines:
     def sources(self) -> list[Socket | HasFileno]:
         """What to poll: when one is readable, call ``handle`` with it."""
         return [self._socket, *self._manager.children]
+
+    @property
+    def engines(self) -> list[EngineId]:
+        return list(self._manager.engines.values())
 
     def handle(self, source: Socket | HasFileno) -> EngineEnd | None:
         """Take what a readable source brings: messages, or the end of an engine (returned)."""
@@ -110,7 +130,13 @@ class CoreEngines:
         return None
 
     def tick(self) -> None:
-        """Raises DeadlineExceededError: the engines had their time. Says what it waits for."""
+        """Look at what no event announces: stacks to print, engines that hang, deadlines.
+
+        Raises DeadlineExceededError: the engines had their time. Says what it waits for.
+        """
+        for child in self._manager.children:
+            log_stacks(child)
+        self._fence.tick({response.rank for response in self.handshake.responses})
         now = self._clock.monotonic()
         if self.handshake.complete:
             return
@@ -119,11 +145,20 @@ class CoreEngines:
             self._waiting_logged_at = now
             logger.info("waiting for %s", self.handshake.missing(now))
 
-    def log_phases(self) -> None:
-        """The start-up table."""
+    def ask_stacks(self) -> None:
+        """Have every engine say where its threads are; ``tick`` prints it."""
+        for child in self._manager.children:
+            child.ask_stacks()
+
+    def starts(self, began: float) -> list[ProcessStart]:
+        """For the start-up table; ``began`` (monotonic seconds): of the whole."""
+        return [
+            ProcessStart(f"engine-{response.rank}", self.started_at - began, response.phases)
+            for response in self.handshake.responses
+        ]
+
+    def log_capacity(self) -> None:
         for response in self.handshake.responses:
-            phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in response.phases)
-            logger.info("engine rank %d started: %s", response.rank, phases)
             logger.info(
                 "engine rank %d: up to %d tokens a sequence, KV cache of %d blocks of %d tokens"
                 " (at most %d MiB, taken as it is used)",
@@ -136,12 +171,18 @@ class CoreEngines:
 
     def close(self, grace_s: float | None = None) -> None:
         """End the processes; returns when none is left. Idempotent."""
-        self._manager.close(grace_s)
-        self._close_socket()
+        try:
+            self._manager.close(grace_s)
+        finally:
+            self._close_links()
 
-    def _close_socket(self) -> None:
-        self._socket.close()
-        self._listener.close()
+
+def _board_of(links: Sequence[ClientLinks], plan: Sequence[EngineProcess]) -> ProgressBoard:
+    """The board of the front ends on this node; one for the engines alone if there are none."""
+    for link in links:
+        if link.board is not None:
+            return ProgressBoard(link.board)
+    return ProgressBoard.create(tuple(process.rank for process in plan), len(links))
 
 
 class LaunchedEngines:
@@ -154,7 +195,15 @@ class LaunchedEngines:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
         self._thread = threading.Thread(target=self._watch, name="engine-monitor", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            os.close(self._wake)
+            raise
+
+    @property
+    def engines(self) -> list[EngineId]:
+        return self._engines.engines
 
     def missing(self) -> str:
         """Who is not ready, in which phase, since when."""
@@ -165,16 +214,19 @@ class LaunchedEngines:
         if self._closing:
             return
         self._closing = True
-        os.eventfd_write(self._wake, 1)
-        # A garbage collection, and so a finalizer, can happen in any thread: in that one too.
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_THREAD_END_TIMEOUT_S)
-        os.close(self._wake)
-        self._engines.close()
+        with contextlib.ExitStack() as closers:  # which a Ctrl-C meanwhile does not stop
+            closers.callback(self._engines.close)
+            closers.callback(os.close, self._wake)
+            os.eventfd_write(self._wake, 1)
+            # A garbage collection, and so a finalizer, can happen in any thread: in that one too.
+            if threading.current_thread() is not self._thread:
+                self._thread.join(_THREAD_END_TIMEOUT_S)
 
     def _watch(self) -> None:
         try:
             self._watch_until_closed()
+            if not self.ready.done():
+                raise UnavailableError("closed while the engines started")
         except BaseException as error:
             if not self.ready.done():
                 self.ready.set_exception(error)
@@ -187,23 +239,28 @@ class LaunchedEngines:
         for source in (_Descriptor(self._wake), *self._engines.sources):
             poller.register(source)
         while not self._closing:
-            # Ready engines have no deadline: from then on only an event wakes this thread.
-            for source in poller.poll(None if self.ready.done() else TICK_S):
+            for source in poller.poll(_READY_TICK_S if self.ready.done() else TICK_S):
                 if self._closing:
                     return
                 end = self._engines.handle(source)
                 if end is not None:
                     poller.unregister(source)
                     self._engine_ended(end)
+            self._engines.tick()
             if not self.ready.done():
-                self._engines.tick()
                 bar.update(*self._engines.handshake.progress)
                 if self._engines.handshake.complete:
                     bar.close()
-                    self._engines.log_phases()
+                    self._log_start()
                     self.ready.set_result(self._engines.handshake.responses)
             else:
                 bar.close()
+
+    def _log_start(self) -> None:
+        self._engines.log_capacity()
+        began = self._engines.started_at
+        total_s = SYSTEM_CLOCK.monotonic() - began
+        log_start(logger, "start-up of the engines:", self._engines.starts(began), total_s)
 
     def _engine_ended(self, end: EngineEnd) -> None:
         if self.ready.done():

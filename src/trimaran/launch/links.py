@@ -10,6 +10,7 @@ import msgspec
 
 from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.listeners import Listener
+from trimaran.ipc.progress_board import BoardPlace
 
 
 class ClientLinks(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +22,7 @@ class ClientLinks(msgspec.Struct, frozen=True, kw_only=True):
     output_address: str  # and their PUSH here
     output_fd: int
     ranks: tuple[int, ...]  # the engines to expect
+    board: BoardPlace | None = None  # where to count what it sends; None: on another node
 
 
 class BoundLinks:
@@ -31,7 +33,13 @@ class BoundLinks:
         self.spec = spec
 
     @classmethod
-    def bind(cls, folder: PrivateFolder, client_index: int, ranks: tuple[int, ...]) -> Self:
+    def bind(
+        cls,
+        folder: PrivateFolder,
+        client_index: int,
+        ranks: tuple[int, ...],
+        board: BoardPlace | None = None,
+    ) -> Self:
         """Raises OSError: the folder takes no socket."""
         input_ = Listener.bind_ipc(folder.socket_path(f"input-{client_index}"))
         try:
@@ -46,6 +54,7 @@ class BoundLinks:
             output_address=output.address,
             output_fd=output.fileno(),
             ranks=ranks,
+            board=board,
         )
         return cls(input_, output, spec)
 

@@ -34,12 +34,13 @@ class Request:
         "cache_salt",
         "entered_step",
         "finish_reason",
-        "first_output_pending",
+        "first_token_at",
         "gathers_prompt_logprobs",
         "max_total_tokens",
         "min_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_preemptions",
         "num_registered_blocks",
         "num_released_blocks",
         "num_slots",
@@ -47,6 +48,7 @@ class Request:
         "prompt_len",
         "prompt_logprobs",
         "queued_at",
+        "report_pending",
         "request_id",
         "scheduled_at",
         "source",
@@ -77,8 +79,11 @@ class Request:
 
         self.queued_at = queued_at
         self.scheduled_at: float | None = None  # first time in a batch
-        self.first_output_pending = True
+        self.first_token_at: float | None = None
+        self.num_preemptions = 0
         self.num_cached_tokens = 0
+        # The next output tells the front end what it does not know yet of the lines above.
+        self.report_pending = True
         # A continued request's client has them already: they come with the first output.
         self.gathers_prompt_logprobs = (
             params.prompt_logprobs is not None and not source.prior_output_ids

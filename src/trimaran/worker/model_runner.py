@@ -4,7 +4,8 @@ Owns: the order of a step and the batch that persists between steps. Knows nothi
 sizing memory or of why a plan looks as it does. Called by ``worker``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,7 +29,10 @@ _LOGITS_BYTES = 64 << 20
 
 
 class ModelRunner:
-    """``kv_caches``: one per layer. ``num_known_tokens``: ids beyond mean nothing, never come."""
+    """``kv_caches``: one per layer. ``num_known_tokens``: ids beyond mean nothing, never come.
+
+    ``on_unit`` is called after every layer and every piece of the head: executor.base.UnitCallback.
+    """
 
     def __init__(
         self,
@@ -38,9 +42,11 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         num_known_tokens: int,
+        on_unit: Callable[[int], None] = lambda _: None,
     ) -> None:
         vocab_size = model.architecture.vocab_size
         self._model = model
+        self._on_unit = on_unit
         self._kv_caches = kv_caches
         self._group_of_layer = [layout.place_of_layer(i)[0] for i in range(len(kv_caches))]
         self._batch = InputBatch(layout, max_num_seqs)
@@ -63,6 +69,7 @@ class ModelRunner:
                 self._kv_caches,
                 [step.metadata[group] for group in self._group_of_layer],
                 self._prompt_embeds.of_step(plan, step.query_start),
+                on_layer=partial(self._on_unit, len(step.input_ids)),
             )
             prompt_logprobs = self._prompt_logprobs(plan, step, hidden)
             output = self._sample(step, hidden, prompt_logprobs)
@@ -106,6 +113,7 @@ class ModelRunner:
                     sampling[piece].tolist(), result.logprobs, strict=True
                 ):
                     logprobs[index] = row_logprobs
+            self._on_unit(len(hidden))
         return ModelRunnerOutput(
             sampled_token_ids=sampled,
             logprobs=logprobs if any(row is not None for row in logprobs) else None,
@@ -135,6 +143,7 @@ class ModelRunner:
                 columns.token_ids += part.token_ids
                 columns.logprobs += part.logprobs
                 columns.ranks += part.ranks
+                self._on_unit(len(hidden))
             if len(next_ids):
                 found[request_id] = columns
         return found

@@ -8,7 +8,7 @@ Each norm is fused with the addition before it, so a layer ends with the *next* 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,8 +45,11 @@ class CausalLM(Protocol):
         kv_caches: Sequence[torch.Tensor],
         metadata: Sequence[AttentionMetadata],
         given: GivenEmbeddings | None = None,
+        on_layer: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """input_ids, positions int64 [T] -> hidden states after the final norm [T, hidden_size]."""
+        """input_ids, positions int64 [T] -> hidden states after the final norm [T, hidden_size].
+
+        ``on_layer`` is called after each layer: a long pass shows that it goes on."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -105,6 +108,7 @@ class DecoderForCausalLM(ABC):
         kv_caches: Sequence[torch.Tensor],
         metadata: Sequence[AttentionMetadata],
         given: GivenEmbeddings | None = None,
+        on_layer: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """See CausalLM."""
         embedded = self._embedding(input_ids)
@@ -116,6 +120,7 @@ class DecoderForCausalLM(ABC):
             self._layers, self._norms[1:], kv_caches, metadata, strict=True
         ):
             hidden = layer(hidden, residual, next_norm, positions, kv_cache, where)
+            on_layer()
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
