@@ -36,7 +36,6 @@ from trimaran.messages import (
     EngineDeath,
     EngineInit,
     EngineProgress,
-    FinishReason,
     Ping,
     RequestType,
     SchedulerStats,
@@ -176,6 +175,7 @@ def receiver(links):
     )
     receiver.start(b"greeting")
     assert router.receive(TIMEOUT_S)
+    assert items.get(timeout=TIMEOUT_S).work is Work.CONNECTED
 
     def send(*frames):
         assert router.try_send([engine_identity(0), *frames]) is Sent.OK
@@ -196,7 +196,7 @@ def test_an_engine_outlives_any_frames(receiver):
         send(*([kind.value] if is_typed else []), *frames)
         send(RequestType.ABORT.value, encoder.encode(AbortRequests(["mark"])))
         while True:
-            work, payload = items.get(timeout=TIMEOUT_S)
+            work, payload, _ = items.get(timeout=TIMEOUT_S)
             assert work is not Work.FAILED, payload
             if work is Work.ABORT and payload.request_ids == ["mark"]:
                 return

@@ -151,6 +151,7 @@ def test_a_front_end_that_sends_too_much_cuts_itself_off_and_nobody_else(links):
     receiver.start(b"hello")
     for router in (guilty, other):
         assert router.receive(TIMEOUT_S) == [engine_identity(0), b"hello"]
+    assert items.get(timeout=TIMEOUT_S).work is Work.CONNECTED
     assert guilty.try_send([engine_identity(0), b"\x00", bytes(100_001)]) is Sent.OK
     frames = Encoder().encode_frames(EngineCoreRequest("b", [1], SamplingParams()))
     message = [engine_identity(0), RequestType.ADD.value, *frames]
@@ -174,6 +175,7 @@ def test_a_payload_that_only_fits_a_buffer_is_refused_by_the_decoder(links):
     )
     receiver.start(b"hello")
     assert router.receive(TIMEOUT_S)
+    assert items.get(timeout=TIMEOUT_S).work is Work.CONNECTED
     frames = Encoder().encode_frames(EngineCoreRequest("a", [1], SamplingParams()))
     for payload in (bytes(MAX_FRAME_BYTES + 1), *frames):
         router.try_send([engine_identity(0), RequestType.ADD.value, payload])
