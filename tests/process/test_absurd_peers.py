@@ -174,6 +174,7 @@ def receiver(links):
         context, engine_identity(0), [links[0].input_address], items, refused.append
     )
     receiver.start(b"greeting")
+    assert items.get(timeout=TIMEOUT_S).work is Work.CONNECTED
     assert router.receive(TIMEOUT_S)
     assert items.get(timeout=TIMEOUT_S).work is Work.CONNECTED
 
@@ -208,7 +209,7 @@ def test_an_engine_outlives_any_frames(receiver):
 def test_buffers_that_belong_to_nothing_are_refused(receiver):
     send, items, receiver = receiver
     encoder = Encoder()
-    request = encoder.encode(EngineCoreRequest("a", [1], SamplingParams()))
+    request = encoder.encode(EngineCoreRequest("a", [1], SamplingParams(max_tokens=1, seed=0)))
     send(RequestType.ADD.value, request, bytes(100_000))
     send(RequestType.ABORT.value, encoder.encode(AbortRequests(["a"])), bytes(100_000))
     send(RequestType.ADD.value, request)

@@ -149,11 +149,13 @@ def test_a_front_end_that_sends_too_much_cuts_itself_off_and_nobody_else(links):
     addresses = [each.input_address for each in links]
     receiver = RequestReceiver(engine, engine_identity(0), addresses, items, lambda _: None)
     receiver.start(b"hello")
+    assert items.get(timeout=TIMEOUT_S).work is Work.CONNECTED
     for router in (guilty, other):
         assert router.receive(TIMEOUT_S) == [engine_identity(0), b"hello"]
-    assert items.get(timeout=TIMEOUT_S).work is Work.CONNECTED
     assert guilty.try_send([engine_identity(0), b"\x00", bytes(100_001)]) is Sent.OK
-    frames = Encoder().encode_frames(EngineCoreRequest("b", [1], SamplingParams()))
+    frames = Encoder().encode_frames(
+        EngineCoreRequest("b", [1], SamplingParams(max_tokens=1, seed=0))
+    )
     message = [engine_identity(0), RequestType.ADD.value, *frames]
     wait_until(lambda: guilty.try_send(message) is Sent.UNREACHABLE, TIMEOUT_S)
     assert items.empty()
@@ -174,9 +176,11 @@ def test_a_payload_that_only_fits_a_buffer_is_refused_by_the_decoder(links):
         context, engine_identity(0), [links[0].input_address], items, lambda _: None
     )
     receiver.start(b"hello")
-    assert router.receive(TIMEOUT_S)
     assert items.get(timeout=TIMEOUT_S).work is Work.CONNECTED
-    frames = Encoder().encode_frames(EngineCoreRequest("a", [1], SamplingParams()))
+    assert router.receive(TIMEOUT_S)
+    frames = Encoder().encode_frames(
+        EngineCoreRequest("a", [1], SamplingParams(max_tokens=1, seed=0))
+    )
     for payload in (bytes(MAX_FRAME_BYTES + 1), *frames):
         router.try_send([engine_identity(0), RequestType.ADD.value, payload])
     assert items.get(timeout=TIMEOUT_S).payload.request_id == "a"
