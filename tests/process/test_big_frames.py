@@ -107,7 +107,8 @@ def test_a_process_that_just_ends_ends(tmp_path):
     """With megabytes under way: our sockets are closed before pyzmq frees what they still send
     (ZMQ aborts the process where it reads memory that is gone)."""
     code = (
-        "import os, signal\n"
+        "import os, signal, weakref\n"
+        "weakref.finalize(signal, int)\n"  # somebody's, so that all run late at exit
         "from tests.process import test_big_frames as t\n"
         "client = t.EngineCoreClient.make_client(True, False, t.MOCK)\n"
         "client.wait_ready()\n"

@@ -48,6 +48,9 @@ from trimaran.process.failure import failure_of, report_failure
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 30.0
+# A SIGTERM that comes just before the wait for work begins does not end that wait: its Python
+# handler runs when the wait does.
+_SIGNAL_TURN_S = 0.25
 _THREAD_END_TIMEOUT_S = 2.0
 
 
@@ -170,8 +173,10 @@ class EngineCoreProc:
                 self._report(self._core.stats())
             self._progress.set_busy(not idle)
             try:
-                item = self._items.get(block=idle)
+                item = self._items.get(block=idle, timeout=_SIGNAL_TURN_S)
             except queue.Empty:
+                if idle:
+                    continue
                 return True
             if item.work is Work.STOP:
                 return False

@@ -68,3 +68,17 @@ def test_engines_lives_and_answers_are_never_merged():
     for message in messages:
         append_or_merge(backlog, message)
     assert backlog == messages
+
+
+def test_what_does_not_follow_stays_apart():
+    """A gap, a resend, something behind an end: for its reader to judge."""
+    for earlier, later in [
+        (EngineCoreOutput("a", 0, [1]), EngineCoreOutput("a", 2, [3])),
+        (EngineCoreOutput("a", 0, [1, 2]), EngineCoreOutput("a", 1, [2, 3])),
+        (EngineCoreOutput("a", 0, [1]), EngineCoreOutput("a", -1, [1])),
+        (EngineCoreOutput("a", 0, [1], FinishReason.STOP), EngineCoreOutput("a", 1, [])),
+    ]:
+        backlog = []
+        for output in (earlier, later):
+            append_or_merge(backlog, EngineCoreOutputs(0, 1, [output]))
+        assert [message.outputs for message in backlog] == [[earlier], [later]]

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from trimaran.ipc.codec import Buffer, Encoder
 from trimaran.messages import (
     AbortRequests,
+    ApiServerReady,
     DeploymentState,
     EngineAddresses,
     EngineCoreOutput,
@@ -18,15 +19,23 @@ from trimaran.messages import (
     EngineProgress,
     FinishReason,
     HandshakeRefusal,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheLayout,
+    ModelFacts,
     ModelRunnerOutput,
     NewRequestData,
     Ping,
+    Profile,
+    ResetPrefixCache,
     SchedulerOutput,
     SchedulerStats,
+    Sleep,
     Tensor,
     TokenLogprobs,
     UtilityCall,
     UtilityOutput,
+    WakeUp,
 )
 from trimaran.sampling_params import SamplingParams
 
@@ -36,6 +45,7 @@ PARAMS = SamplingParams(
 )  # fmt: skip
 EMBEDS = Tensor("float32", (2, 3), Buffer(bytes(24)))
 BIG_EMBEDS = Tensor("bfloat16", (2, 20_000), Buffer(bytes(80_000)))
+LAYOUT = KVCacheLayout(16, (KVCacheGroup("full", 0, (0, 1)),), 2, 1024)
 COLUMNS = TokenLogprobs([[5, 6]], [[-0.5, -1.0]], [1])
 
 # At least one of every kind that crosses a process, its optional fields filled.
@@ -45,7 +55,12 @@ MESSAGES = [
     ),
     EngineCoreRequest("a", [1, 2], PARAMS, prompt_embeds=BIG_EMBEDS),
     AbortRequests(["a", "b"]),
-    UtilityCall(1, 0, Ping()),
+    *[
+        UtilityCall(1, 0, operation)
+        for operation in (
+            Ping(), ResetPrefixCache(), Sleep(2, "wait"), WakeUp(), Profile("start"),
+        )
+    ],
     EngineCoreOutputs(
         1,
         99,
@@ -63,6 +78,9 @@ MESSAGES = [
         0, 1, 10, 16, 100, 50, "float32", 1, 1, 1, "mock", [("loading", 1.0)], 1
     ),
     DeploymentState(False, "loading", 5.0, "failure", "/model"),
+    ApiServerReady([("spawned", 1.0)]),
+    KVCacheConfig(LAYOUT, 10),
+    ModelFacts(LAYOUT, 50, 100, "float32", 1, 2, 1, "mock", 8),
     SchedulerOutput(
         1, ["b"], [NewRequestData("a", [1], 1, PARAMS, [], [[1]], 0, [[5]], EMBEDS)],
         ["a"], [0], [1], [None], 1,

@@ -15,6 +15,7 @@ from tests.unit.ipc.frames import (
     with_a_wild_field,
 )
 
+from trimaran import messages
 from trimaran.errors import ProtocolError
 from trimaran.ipc.codec import Decoder, Encoder
 from trimaran.messages import (
@@ -68,6 +69,22 @@ def test_the_messages_of_the_fuzz_are_in_order():
     for kind, (payload, *buffers) in FRAMES:
         Decoder(kind).decode(payload, buffers)
     assert [len(frames) for _, frames in FRAMES].count(2) == 1
+
+
+def kinds_in(value):
+    if isinstance(value, msgspec.Struct):
+        return {type(value)}.union(*(kinds_in(getattr(value, f)) for f in value.__struct_fields__))
+    values = value.values() if isinstance(value, dict) else value
+    return set().union(*map(kinds_in, values)) if isinstance(value, list | tuple | dict) else set()
+
+
+def test_every_kind_of_message_is_among_them():
+    kinds = {
+        kind
+        for kind in vars(messages).values()
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    }
+    assert kinds_in(MESSAGES) == kinds, "put one of the new kind into tests/unit/ipc/frames.py"
 
 
 @settings(max_examples=400)
