@@ -176,7 +176,6 @@ def receiver(links):
     receiver.start(b"greeting")
     assert items.get(timeout=TIMEOUT_S).work is Work.CONNECTED
     assert router.receive(TIMEOUT_S)
-    assert items.get(timeout=TIMEOUT_S).work is Work.CONNECTED
 
     def send(*frames):
         assert router.try_send([engine_identity(0), *frames]) is Sent.OK
