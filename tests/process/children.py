@@ -214,6 +214,12 @@ class StepFails(MockExecutor):
         return super().execute(plan)
 
 
+class StepHangs(MockExecutor):
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        threading.Event().wait()
+        raise AssertionError
+
+
 class WakeFails(MockExecutor):
     """The first time only."""
 
@@ -245,6 +251,10 @@ def load_is_busy(spec: EngineSpec) -> None:
 
 def step_fails(spec: EngineSpec) -> None:
     _run(StepFails, spec)
+
+
+def step_hangs(spec: EngineSpec) -> None:
+    _run(StepHangs, spec)
 
 
 def wake_fails(spec: EngineSpec) -> None:
