@@ -1,8 +1,8 @@
 """What a request asks of sampling and stopping, with closed ranges.
 
-Owns: the fields, their defaults and their checks. ``verify`` is called once, by the front end,
-before a request is submitted; everything behind it trusts the values. Checks that need the model
-(vocabulary size, context length) are in ``verify_for_model``.
+Owns: the fields, their defaults and their checks. ``verify`` is called by the front end before a
+request is submitted, and by the engine, which does not trust the wire; everything behind it trusts
+the values. Checks that need the model (vocabulary size) are in ``verify_for_model``.
 """
 
 import math
