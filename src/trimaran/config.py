@@ -182,6 +182,15 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine_ready_timeout_s: Annotated[
         float, _help("seconds for all engines to become ready", gt=0, le=86400)
     ] = 600.0
+    engine_hang_timeout_s: Annotated[
+        float,
+        _help(
+            "seconds without progress, though there is work, after which an engine is killed as"
+            " hung (a layer that takes longer than usual gets ten times the longest one so far)",
+            gt=0,
+            le=86400,
+        ),
+    ] = 10.0
     shutdown_grace_s: Annotated[
         float,
         _help(
@@ -194,12 +203,22 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Logs."""
+    """Logs and recordings."""
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], _help("least severe level shown")
     ] = "info"
     log_format: Annotated[Literal["text", "json"], _help("log lines as text or JSON")] = "text"
+    log_requests: Annotated[
+        bool,
+        _help(
+            "log a line for each HTTP request that ends (level info): id, route, status, tokens,"
+            " and when each thing happened; never a prompt or a text"
+        ),
+    ] = False
+    profile_dir: Annotated[
+        str | None, _help("folder for what /start_profile records (default: it is refused)")
+    ] = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

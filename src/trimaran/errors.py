@@ -2,7 +2,9 @@
 
     TrimaranError                       500 internal_error
     ├── InvalidRequestError             400 invalid_request_error   (a ValueError; names the field)
-    │   ├── ModelNotFoundError          404 not_found_error
+    │   ├── NotFoundError               404 not_found_error
+    │   │   └── ModelNotFoundError      404 not_found_error
+    │   ├── ConflictError               409 invalid_request_error   (not in the present state)
     │   ├── PayloadTooLargeError        413 invalid_request_error
     │   └── UnsupportedMediaTypeError   415 invalid_request_error
     ├── AuthenticationError             401 authentication_error
@@ -58,10 +60,19 @@ class InvalidRequestError(TrimaranError, ValueError):
         self.param = param
 
 
-class ModelNotFoundError(InvalidRequestError):
+class NotFoundError(InvalidRequestError):
     http_status = 404
     error_type = "not_found_error"
+
+
+class ModelNotFoundError(NotFoundError):
     code = "model_not_found"
+
+
+class ConflictError(InvalidRequestError):
+    """Sound in itself, but not in the state that the engine or the deployment is in."""
+
+    http_status = 409
 
 
 class PayloadTooLargeError(InvalidRequestError):

@@ -129,15 +129,15 @@ class FaultyContext(Context):
         _fault("output links")
         return super().push(address)
 
-    def dealer(self, address: str, identity: bytes) -> Socket:
+    def dealer(self, address: str, identity: bytes, **options: Any) -> Socket:
         if address != self.handshake_address:
             _fault("input links")
-        return super().dealer(address, identity)
+        return super().dealer(address, identity, **options)
 
 
 class FaultyDecoder(Decoder[Any]):
-    def decode(self, frame: bytes) -> Any:
-        message = super().decode(frame)
+    def decode(self, frame: bytes, *buffers: Any) -> Any:
+        message = super().decode(frame, *buffers)
         if isinstance(message, EngineCoreRequest):
             _fault("input thread")
         return message
@@ -223,6 +223,24 @@ class StepFails(MockExecutor):
         return super().execute(plan)
 
 
+class StepHangs(MockExecutor):
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        threading.Event().wait()
+        raise AssertionError
+
+
+class WakeFails(MockExecutor):
+    """The first time only."""
+
+    _tried = False
+
+    def wake_up(self, on_progress: ProgressCallback) -> None:
+        if not self._tried:
+            self._tried = True
+            raise CheckpointError("is gone", file="m.gguf", hint="put it back")
+        super().wake_up(on_progress)
+
+
 def _run(executor: type[MockExecutor], spec: EngineSpec) -> None:
     engine_core.EXECUTORS["mock"] = f"{__name__}:{executor.__name__}"
     run_engine_core(spec)
@@ -242,6 +260,14 @@ def load_is_busy(spec: EngineSpec) -> None:
 
 def step_fails(spec: EngineSpec) -> None:
     _run(StepFails, spec)
+
+
+def step_hangs(spec: EngineSpec) -> None:
+    _run(StepHangs, spec)
+
+
+def wake_fails(spec: EngineSpec) -> None:
+    _run(WakeFails, spec)
 
 
 def import_fails(spec: EngineSpec) -> None:

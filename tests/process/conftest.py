@@ -14,6 +14,9 @@ import pytest
 from trimaran.client.mp_async import AsyncMPClient
 from trimaran.client.mp_sync import SyncMPClient
 from trimaran.config import EngineConfig, ExecutorConfig, LaunchConfig
+from trimaran.ipc.codec import INLINE_BYTES
+from trimaran.ipc.sockets import Context
+from trimaran.launch.links import BoundLinks
 from trimaran.messages import EngineCoreRequest
 from trimaran.sampling_params import SamplingParams
 
@@ -162,7 +165,8 @@ def _descriptors():
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(monkeypatch, tmp_path):  # tmp_path: pytest's own folder is made before ours
+def nothing_left(monkeypatch, tmp_path, pyzmqs_thread):
+    # tmp_path: pytest's own folder is made before ours.
     # Short, for socket paths; and away from what other programs leave in /tmp.
     folder = tempfile.mkdtemp(prefix="t-", dir="/tmp")
     monkeypatch.setenv("TMPDIR", folder)
@@ -181,3 +185,23 @@ def nothing_left(monkeypatch, tmp_path):  # tmp_path: pytest's own folder is mad
     left = os.listdir(folder)
     assert not left, f"left in the temporary folder: {left}"
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def pyzmqs_thread():
+    """pyzmq starts a thread of its own, for good, with the first frame that it does not copy."""
+    context = Context()
+    left, right = context.pair()
+    left.try_send([memoryview(bytes(INLINE_BYTES))])
+    right.receive(DEADLINE_S)
+    for each in (left, right, context):
+        each.close()
+
+
+@pytest.fixture
+def links():
+    """Of two front ends of engine rank 0."""
+    bound = [BoundLinks.bind(index, (0,)) for index in range(2)]
+    yield [each.spec for each in bound]
+    for each in bound:
+        each.close()

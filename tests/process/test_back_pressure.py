@@ -9,7 +9,6 @@ from trimaran.engine.request_receiver import RequestReceiver, Work
 from trimaran.ids import engine_identity
 from trimaran.ipc.codec import Decoder, Encoder
 from trimaran.ipc.sockets import OUTPUT_HWM, Context, Sent
-from trimaran.launch.links import BoundLinks
 from trimaran.messages import (
     ENGINE_CORE_DEAD,
     AbortRequests,
@@ -29,15 +28,6 @@ def context():
     context = Context()
     yield context
     context.close()
-
-
-@pytest.fixture
-def links():
-    """Of two front ends."""
-    bound = [BoundLinks.bind(index, (0,)) for index in range(2)]
-    yield [links.spec for links in bound]
-    for each in bound:
-        each.close()
 
 
 def token(index):
@@ -100,7 +90,7 @@ def test_nonsense_is_counted_and_what_is_in_order_arrives(context, links):
         assert other.try_send([engine_identity(0), *frames]) is Sent.OK
     frames = [RequestType.ADD.value, encoder.encode(request)]
     assert other.try_send([engine_identity(0), *frames]) is Sent.OK
-    work, received = items.get(timeout=TIMEOUT_S)
+    work, received, _ = items.get(timeout=TIMEOUT_S)
     # The link tells who asks, whatever the message says.
     assert (work, received.request_id, received.client_index) == (Work.ADD, "a", 1)
     assert receiver.num_refused_frames == len(nonsense)

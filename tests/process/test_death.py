@@ -317,7 +317,7 @@ def test_a_word_of_an_older_life_is_nothing(two_ranks, client_type):
     first.put_out(3)
     assert take(driver) == (0, [3])
     assert policy.deaths == []
-    assert driver.client.num_dropped_messages == 1
+    assert driver.client.num_dropped_messages == 2
 
 
 @both_clients

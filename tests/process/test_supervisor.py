@@ -120,8 +120,8 @@ def serve():
 def test_serving_from_first_second_to_ctrl_c(serve):
     served = serve()
     served.line(r"ready at http://127\.0\.0\.1:\d+ after \d+\.\d\d s")
-    served.line(r"engine rank 0 started: process .* importing .* loading .* warming up")
-    served.line(r"started: supervisor .* model located .* engines and API servers")
+    served.line(r"^  supervisor +starting +\d+\.\d\d s +\d+ % ")
+    served.line(r"^  engine-0 +process +\d+\.\d\d s +\d+ % ")
     answer = served.state()
     assert answer["engines"] == 1
     ready, phase, percent, failure, model_path = answer["state"]

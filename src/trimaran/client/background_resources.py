@@ -2,9 +2,10 @@
 
 Owns: the order (last in, first out) and that it happens once: on failure, on close, on garbage
 collection and at exit. Holds no reference to the client, so it never keeps one alive. Called by the
-clients, and by ``weakref.finalize``.
+clients, by ``weakref.finalize`` and at exit.
 """
 
+import atexit
 import logging
 import os
 import threading
@@ -21,6 +22,9 @@ class BackgroundResources:
         self._lock = threading.RLock()
         self._closing = False
         self._pid = os.getpid()
+        # The finalizer's own turn at exit may come behind pyzmq's, which frees the memory of
+        # messages under way: ZMQ would still send them (see ipc/sockets.py).
+        atexit.register(self)
 
     def push(self, name: str, close: Callable[[], object]) -> None:
         """Register how to end a resource; it must not refer to the client."""
@@ -33,6 +37,7 @@ class BackgroundResources:
         """
         if os.getpid() != self._pid:
             return  # a fork of the owner, which has copies of all this and owns none of it
+        atexit.unregister(self)
         interrupt: BaseException | None = None
         with self._lock:
             if self._closing:

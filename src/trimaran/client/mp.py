@@ -35,7 +35,8 @@ from trimaran.errors import (
     system_refused,
 )
 from trimaran.ids import engine_identity, rank_of_identity
-from trimaran.ipc.codec import Decoder, Encoder
+from trimaran.ipc.codec import Decoder, Encoder, Frame
+from trimaran.ipc.progress_board import ProgressBoard, SentCells
 from trimaran.ipc.sockets import Context, Sent
 from trimaran.launch.core_engines import LaunchedEngines, launch_core_engines
 from trimaran.launch.links import BoundLinks, ClientLinks
@@ -100,8 +101,8 @@ class MPClient(EngineCoreClient):
         self._queue: deque[EngineCoreOutputs] = deque()
         self._error: TrimaranError | None = None  # what every call raises from now on
         self._calls = UtilityCalls()
-        self._unsent: deque[list[bytes]] = deque()  # aborts and calls for a link that is full
-        self.num_dropped_messages = 0  # undecodable, or of an old incarnation
+        self._unsent: deque[list[Frame]] = deque()  # aborts and calls for a link that is full
+        self.num_dropped_messages = 0  # undecodable, absurd, or of an old incarnation
         self.resources = BackgroundResources()
         weakref.finalize(self, self.resources)
         try:
@@ -121,7 +122,10 @@ class MPClient(EngineCoreClient):
             self._open_links(links)
             return
         plan = plan_engines(self._config)
-        bound = BoundLinks.bind(0, tuple(process.rank for process in plan))
+        ranks = tuple(process.rank for process in plan)
+        board = ProgressBoard.create(ranks, num_clients=1)
+        self.resources.push("the progress board", board.close)
+        bound = BoundLinks.bind(0, ranks, board.place)
         self.resources.push("the listeners", bound.close)
         self._open_links(bound.spec)
         self._launched = launch_core_engines(
@@ -138,6 +142,8 @@ class MPClient(EngineCoreClient):
 
     def _open_links(self, links: ClientLinks) -> None:
         self._client_index = links.client_index
+        self._sent = SentCells(links.board, links.client_index)
+        self.resources.push("the counts of messages", self._sent.close)
         self._engines = {rank: _Engine(rank, engine_identity(rank)) for rank in links.ranks}
         self._requests = self._context.router(links.input_address, links.input_fd)
         self.resources.push("the request link", self._requests.close)
@@ -191,7 +197,7 @@ class MPClient(EngineCoreClient):
             engine = self._engine_for(request)
             request.client_index = self._client_index
             frames = self._frames(engine, RequestType.ADD, request)
-            if self._unsent or (sent := self._requests.try_send(frames)) is Sent.FULL:
+            if self._unsent or (sent := self._try_send(frames)) is Sent.FULL:
                 self._send_unsent()
                 raise OverloadedError(f"engine rank {engine.rank} does not take requests")
             return sent is not Sent.UNREACHABLE
@@ -233,29 +239,37 @@ class MPClient(EngineCoreClient):
         with self._changed:
             self._calls.forget(futures)
 
-    def _frames(self, engine: _Engine, kind: RequestType, message: msgspec.Struct) -> list[bytes]:
-        return [engine.identity, kind.value, self._encoder.encode(message)]
+    def _frames(self, engine: _Engine, kind: RequestType, message: msgspec.Struct) -> list[Frame]:
+        return [engine.identity, kind.value, *self._encoder.encode_frames(message)]
 
     def _send_surely(self, engine: _Engine, kind: RequestType, message: msgspec.Struct) -> bool:
         """Send, or keep for later what may not be refused; False: the engine is not connected."""
         self._send_unsent()
         frames = self._frames(engine, kind, message)
-        sent = Sent.FULL if self._unsent else self._requests.try_send(frames)
+        sent = Sent.FULL if self._unsent else self._try_send(frames)
         if sent is Sent.FULL:
             self._unsent.append(frames)
         return sent is not Sent.UNREACHABLE
 
     def _send_unsent(self) -> None:
-        while self._unsent and self._requests.try_send(self._unsent[0]) is not Sent.FULL:
+        while self._unsent and self._try_send(self._unsent[0]) is not Sent.FULL:
             self._unsent.popleft()
+
+    def _try_send(self, frames: list[Frame]) -> Sent:
+        sent = self._requests.try_send(frames)
+        if sent is Sent.OK:
+            self._sent.count(rank_of_identity(bytes(frames[0])))
+        return sent
 
     # ---------------------------------------------------------------------------------- receiving
 
     def _on_greeting(self, frames: list[bytes]) -> None:
         """The first message of an engine on its request link: from now on we may speak."""
         try:
-            response = self._decode_ready.decode(frames[-1])
-            engine = self._engines.get(rank_of_identity(frames[0]))
+            identity, payload = frames
+            response = self._decode_ready.decode(payload)
+            response.verify()
+            engine = self._engines.get(rank_of_identity(identity))
         except (ProtocolError, ValueError) as error:
             self._drop("a greeting", error)
             return
@@ -263,17 +277,21 @@ class MPClient(EngineCoreClient):
             if engine is None or engine.rank != response.rank:
                 self._drop("a greeting", f"no engine of rank {response.rank} is expected")
                 return
-            if self._launched is not None and engine.incarnation != response.incarnation:
+            is_other = engine.incarnation not in (None, response.incarnation)
+            if is_other and (self._launched is not None or engine.death is None):
                 self._drop("a greeting", f"from an old engine of rank {response.rank}")
                 return
             engine.incarnation, engine.ready = response.incarnation, response
+            self._sent.begin(engine.rank, response.incarnation)
             self._wake_receiver()
 
     def _on_output(self, frames: list[bytes]) -> None:
         try:
-            if frames[0] == ENGINE_CORE_DEAD:
-                self._engine_died(self._decode_death.decode(frames[-1]))
+            if frames[0] == ENGINE_CORE_DEAD and len(frames) == 2:
+                self._on_last_words(self._decode_death.decode(frames[1]))
                 return
+            if len(frames) != 1:
+                raise ProtocolError(f"outputs have one frame, got {len(frames)}")
             outputs = self._decode_outputs.decode(frames[0])
         except ProtocolError as error:
             self._drop("a message", error)
@@ -286,13 +304,21 @@ class MPClient(EngineCoreClient):
                 self._drop("outputs", f"from an old engine of rank {outputs.rank}")
                 return
             if outputs.utility is not None:
-                self._calls.complete(outputs.utility)
+                if not self._calls.complete(outputs.rank, outputs.utility):
+                    self._drop("an answer", "nobody waits for it")
                 return
             if len(self._queue) < _MAX_QUEUED:
                 self._queue.append(outputs)
             else:
                 append_or_merge(self._queue, outputs)
             self._wake_receiver()
+
+    def _on_last_words(self, death: EngineDeath) -> None:
+        engine = self._engines.get(death.rank)
+        if engine is None or engine.incarnation not in (None, death.incarnation):
+            self._drop("a death", f"of an old or unknown engine of rank {death.rank}")
+        else:
+            self._engine_died(death)
 
     def _take(self) -> EngineCoreOutputs | None:
         """The next outputs, or None: there are none yet. Raises what every call raises."""

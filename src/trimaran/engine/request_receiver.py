@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from trimaran.errors import ProtocolError
 from trimaran.ipc.codec import Decoder
+from trimaran.ipc.progress_board import EngineCells
 from trimaran.ipc.sockets import Context, Poller, Socket
 from trimaran.messages import AbortRequests, EngineCoreRequest, RequestType, UtilityCall
 
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 # Requests that wait for the main thread (it takes all of them before each step). Admission at the
 # front end is far below it; beyond it they are refused, so that no front end can fill the memory.
 MAX_WAITING_ITEMS = 1 << 15
+# How often the thread shows that it looks at its links, though nothing comes.
+_TURN_S = 1.0
 
 
 class Work(Enum):
@@ -35,6 +38,7 @@ class Work(Enum):
 class WorkItem(NamedTuple):
     work: Work
     payload: EngineCoreRequest | AbortRequests | UtilityCall | BaseException | None = None
+    number: int = 0  # of those that came by a link, from 1
 
 
 class RequestReceiver:
@@ -47,12 +51,15 @@ class RequestReceiver:
         addresses: Sequence[str],
         items: "queue.SimpleQueue[WorkItem]",
         refuse: Callable[[EngineCoreRequest], None],
+        cells: EngineCells | None = None,
     ) -> None:
         self._context = context
         self._identity = identity
         self._addresses = addresses
         self._items = items
         self._refuse = refuse
+        self._cells = cells or EngineCells(num_clients=len(addresses))
+        self._num_queued = 0
         self._stop, self._stopped = context.pair()
         self._decode_add: Decoder[EngineCoreRequest] = Decoder(EngineCoreRequest)
         self._decode_abort: Decoder[AbortRequests] = Decoder(AbortRequests)
@@ -89,13 +96,14 @@ class RequestReceiver:
         poller.register(self._stopped)
         try:
             for client_index, address in enumerate(self._addresses):
-                link = self._context.dealer(address, self._identity)
+                link = self._context.dealer(address, self._identity, takes_buffers=True)
                 links[link] = client_index
                 link.try_send([greeting])
                 poller.register(link)
             self._items.put(WorkItem(Work.CONNECTED))
             while True:
-                for source in poller.poll(None):
+                self._cells.turned()
+                for source in poller.poll(_TURN_S):
                     if source is self._stopped:
                         return
                     assert isinstance(source, Socket)
@@ -105,30 +113,36 @@ class RequestReceiver:
                 socket.close()
 
     def _receive(self, link: Socket, client_index: int) -> None:
-        while (frames := link.try_receive()) is not None:
+        while (message := link.try_receive_buffers(2)) is not None:
             try:
-                item = self._item(frames, client_index)
+                self._take(self._item(*message, client_index))
             except ProtocolError as error:
                 self.num_refused_frames += 1
                 logger.warning(
                     "refused message %d of front end %d: %s",
                     self.num_refused_frames, client_index, error,
                 )  # fmt: skip
-                continue
-            if item.work is Work.ADD and self._items.qsize() >= MAX_WAITING_ITEMS:
-                assert isinstance(item.payload, EngineCoreRequest)
-                self._refuse(item.payload)
-            else:
-                self._items.put(item)
+            self._cells.received(client_index)
 
-    def _item(self, frames: list[bytes], client_index: int) -> WorkItem:
+    def _take(self, item: WorkItem) -> None:
+        if item.work is Work.ADD and self._items.qsize() >= MAX_WAITING_ITEMS:
+            assert isinstance(item.payload, EngineCoreRequest)
+            self._refuse(item.payload)
+            return
+        self._num_queued += 1
+        self._cells.queued(self._num_queued)
+        self._items.put(item._replace(number=self._num_queued))
+
+    def _item(self, frames: list[bytes], buffers: list[memoryview], client_index: int) -> WorkItem:
         if len(frames) != 2:
-            raise ProtocolError(f"a request message has 2 frames, got {len(frames)}")
+            raise ProtocolError("a request message has at least 2 frames")
         kind, payload = frames
+        if buffers and kind != RequestType.ADD.value:
+            raise ProtocolError(f"only requests bring buffers, got {len(buffers)}")
         # The link is the truth about who asks; answers go back by it and nowhere else.
         match kind:
             case RequestType.ADD.value:
-                request = self._decode_add.decode(payload)
+                request = self._decode_add.decode(payload, buffers)
                 request.client_index = client_index
                 return WorkItem(Work.ADD, request)
             case RequestType.ABORT.value:

@@ -7,6 +7,7 @@ has no use for the scheduler. Called by launch/ (writes) and ``engine_core_proc`
 import msgspec
 
 from trimaran.config import EngineConfig, fields
+from trimaran.ipc.progress_board import BoardPlace
 
 # The settings in which all engines of a deployment must agree.
 _AGREED = ("model", "dtype", "block_size")
@@ -21,6 +22,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     handshake_address: str
     spawned_at: float  # wall seconds at which the launcher decided to start it
     num_engines_on_host: int = 1  # that share this host's free memory
+    board: BoardPlace | None = None  # where to say what it does; None: nobody watches
 
 
 def fingerprint(config: EngineConfig) -> str:

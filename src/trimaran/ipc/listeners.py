@@ -22,10 +22,12 @@ _BACKLOG = 1024
 class Listener:
     """A bound, listening descriptor and the ZMQ address by which peers connect to it."""
 
-    def __init__(self, address: str, listening: socket.socket, peer_fd: int | None = None) -> None:
+    def __init__(
+        self, address: str, listening: socket.socket, peer_fds: tuple[int, ...] = ()
+    ) -> None:
         self.address = address
         # What a process on this host has to inherit, under this number, to reach ``address``.
-        self.peer_fd = peer_fd
+        self.peer_fds = peer_fds
         self._socket = listening
 
     @classmethod
@@ -42,7 +44,7 @@ class Listener:
             listening.listen(_BACKLOG)
             peer_fd = os.open("s", os.O_PATH, dir_fd=folder_fd)
             kept.pop_all()
-        return cls(f"ipc:///proc/self/fd/{peer_fd}", listening, peer_fd)
+        return cls(f"ipc:///proc/self/fd/{peer_fd}", listening, (peer_fd,))
 
     @classmethod
     def bind_tcp(cls, host: str, port: int) -> Self:
@@ -57,9 +59,9 @@ class Listener:
     def close(self) -> None:
         """Idempotent."""
         self._socket.close()
-        if self.peer_fd is not None:
-            os.close(self.peer_fd)
-            self.peer_fd = None
+        for descriptor in self.peer_fds:
+            os.close(descriptor)
+        self.peer_fds = ()
 
 
 def bind_tcp(host: str, port: int) -> socket.socket:

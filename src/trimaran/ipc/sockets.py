@@ -18,7 +18,11 @@ from typing import Protocol
 
 import zmq
 
-from trimaran.ipc.codec import MAX_FRAME_BYTES
+# Keeps what is sent without a copy alive. Imported here and not with the first such frame: what is
+# registered to run at exit from now on runs before it lets go, so that contexts are closed by then.
+import zmq.utils.garbage
+
+from trimaran.ipc.codec import MAX_BUFFER_BYTES, MAX_FRAME_BYTES, Frame
 
 # Messages, per peer and direction. Requests are bounded by admission at the front end long before;
 # outputs beyond the mark are merged by the engine, so a small one costs a slow reader nothing.
@@ -51,10 +55,13 @@ class Context:
     Raises OSError: this process may not open as many files as a context needs.
     """
 
-    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(
+        self, max_frame_bytes: int = MAX_FRAME_BYTES, max_buffer_bytes: int = MAX_BUFFER_BYTES
+    ) -> None:
         _require_descriptors(_DESCRIPTORS)
         self._context = zmq.Context()
         self._max_frame_bytes = max_frame_bytes
+        self._max_buffer_bytes = max_buffer_bytes
 
     def router(self, address: str, listening_fd: int) -> "Socket":
         """Talks to many peers by identity; refuses to send to one that is not connected.
@@ -70,8 +77,11 @@ class Context:
     def pull(self, address: str, listening_fd: int) -> "Socket":
         return _bind(self._open(zmq.PULL, OUTPUT_HWM), address, listening_fd)
 
-    def dealer(self, address: str, identity: bytes) -> "Socket":
+    def dealer(self, address: str, identity: bytes, *, takes_buffers: bool = False) -> "Socket":
+        """``takes_buffers``: messages may bring frames of up to max_buffer_bytes."""
         socket = self._open(zmq.DEALER, REQUEST_HWM)
+        if takes_buffers:
+            socket.setsockopt(zmq.MAXMSGSIZE, self._max_buffer_bytes)
         socket.setsockopt(zmq.IDENTITY, identity)
         return _connect(socket, address)
 
@@ -155,9 +165,11 @@ class Socket:
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
 
-    def try_send(self, frames: Sequence[bytes]) -> Sent:
+    def try_send(self, frames: Sequence[Frame]) -> Sent:
+        """``bytes`` are copied. Big views are not: ZMQ reads the memory itself, and keeps it alive
+        until it is sent (by a thread of pyzmq's, started with the first one, one per process)."""
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=type(frames[-1]) is bytes)
         except zmq.Again:
             return Sent.FULL
         except zmq.ZMQError as error:
@@ -172,6 +184,23 @@ class Socket:
             return self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
+
+    def try_receive_buffers(self, num_frames: int) -> tuple[list[bytes], list[memoryview]] | None:
+        """The next message: ``num_frames`` frames (or fewer), and views of those behind them.
+
+        The views are of ZMQ's own memory, which lives as long as they do.
+        """
+        try:
+            frames = [self._socket.recv(zmq.NOBLOCK)]
+        except zmq.Again:
+            return None
+        buffers = []
+        while self._socket.getsockopt(zmq.RCVMORE):
+            if len(frames) < num_frames:
+                frames.append(self._socket.recv())
+            else:
+                buffers.append(self._socket.recv(copy=False).buffer.toreadonly())
+        return frames, buffers
 
     def receive(self, timeout_s: float) -> list[bytes] | None:
         """The next message, or None after ``timeout_s`` seconds."""

@@ -19,12 +19,21 @@ from trimaran.engine.spec import fingerprint
 from trimaran.errors import ChildFailedError, ProtocolError, UnavailableError
 from trimaran.ipc.codec import Decoder, Encoder
 from trimaran.ipc.listeners import Listener
+from trimaran.ipc.progress_board import ProgressBoard
 from trimaran.ipc.sockets import Context, HasFileno, Poller, Socket
 from trimaran.launch.handshake import Handshake
+from trimaran.launch.hang_watch import EngineFence
 from trimaran.launch.links import ClientLinks
 from trimaran.launch.plan import EngineProcess
-from trimaran.launch.processes import ENGINE_ENTRY, CoreEngineProcManager, EngineId, child_failed
+from trimaran.launch.processes import (
+    ENGINE_ENTRY,
+    CoreEngineProcManager,
+    EngineId,
+    child_failed,
+    log_stacks,
+)
 from trimaran.launch.start_bar import StartBar
+from trimaran.launch.start_table import ProcessStart, log_start
 from trimaran.messages import (
     EngineAddresses,
     EngineCoreReadyResponse,
@@ -36,8 +45,9 @@ from trimaran.process.spawn import Child, ChildEnd
 logger = logging.getLogger(__name__)
 
 _WAITING_LOG_INTERVAL_S = 5.0
-# How often deadlines are looked at; everything else wakes the loop by itself.
+# How often deadlines are looked at, and, once all is ready, progress; the rest wakes the loop.
 TICK_S = 0.5
+_READY_TICK_S = 1.0
 _THREAD_END_TIMEOUT_S = 5.0
 
 
@@ -65,8 +75,8 @@ class CoreEngines:
         entry: str = ENGINE_ENTRY,
     ) -> None:
         self._clock = clock
-        self._started_at = clock.monotonic()
-        self._waiting_logged_at = self._started_at
+        self.started_at = clock.monotonic()
+        self._waiting_logged_at = self.started_at
         self._encoder = Encoder()
         self._decoder: Decoder[HandshakeMessage] = Decoder(HandshakeMessage)
         with contextlib.ExitStack() as opened:
@@ -74,15 +84,24 @@ class CoreEngines:
             opened.callback(self._listener.close)
             self._socket = context.router(self._listener.address, self._listener.fileno())
             opened.callback(self._socket.close)
+            self._board = _board_of(links, plan)
+            opened.callback(self._board.close)
             self._manager = CoreEngineProcManager(
                 config,
                 plan,
-                self._listener,
+                self._listener.address,
                 clock,
                 entry,
-                pass_fds=[fd for link in links for fd in link.peer_fds],
+                board=self._board.place,
+                pass_fds=[
+                    *self._listener.peer_fds,
+                    *(fd for client in links for fd in client.peer_fds),
+                ],
             )
             self._close_links = opened.pop_all().close
+        self._fence = EngineFence(
+            self._board, self._manager, config.launch.engine_hang_timeout_s, clock
+        )
         self.handshake = Handshake(
             dict(self._manager.engines.values()),
             fingerprint(config),
@@ -90,7 +109,7 @@ class CoreEngines:
                 inputs=[link.input_address for link in links],
                 outputs=[link.output_address for link in links],
             ),
-            self._started_at,
+            self.started_at,
             config.launch.engine_ready_timeout_s,
         )
 
@@ -118,7 +137,13 @@ class CoreEngines:
         return None
 
     def tick(self) -> None:
-        """Raises DeadlineExceededError: the engines had their time. Says what it waits for."""
+        """Look at what no event announces: stacks to print, engines that hang, deadlines.
+
+        Raises DeadlineExceededError: the engines had their time. Says what it waits for.
+        """
+        for child in self._manager.children:
+            log_stacks(child)
+        self._fence.tick({response.rank for response in self.handshake.responses})
         now = self._clock.monotonic()
         if self.handshake.complete:
             return
@@ -127,11 +152,20 @@ class CoreEngines:
             self._waiting_logged_at = now
             logger.info("waiting for %s", self.handshake.missing(now))
 
-    def log_phases(self) -> None:
-        """The start-up table."""
+    def ask_stacks(self) -> None:
+        """Have every engine say where its threads are; ``tick`` prints it."""
+        for child in self._manager.children:
+            child.ask_stacks()
+
+    def starts(self, began: float) -> list[ProcessStart]:
+        """For the start-up table; ``began`` (monotonic seconds): of the whole."""
+        return [
+            ProcessStart(f"engine-{response.rank}", self.started_at - began, response.phases)
+            for response in self.handshake.responses
+        ]
+
+    def log_capacity(self) -> None:
         for response in self.handshake.responses:
-            phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in response.phases)
-            logger.info("engine rank %d started: %s", response.rank, phases)
             logger.info(
                 "engine rank %d: up to %d tokens a sequence, KV cache of %d blocks of %d tokens"
                 " (at most %d MiB, taken as it is used)",
@@ -148,6 +182,14 @@ class CoreEngines:
             self._manager.close(grace_s)
         finally:
             self._close_links()
+
+
+def _board_of(links: Sequence[ClientLinks], plan: Sequence[EngineProcess]) -> ProgressBoard:
+    """The board of the front ends on this node; one for the engines alone if there are none."""
+    for link in links:
+        if link.board is not None:
+            return ProgressBoard(link.board)
+    return ProgressBoard.create(tuple(process.rank for process in plan), len(links))
 
 
 class LaunchedEngines:
@@ -204,23 +246,28 @@ class LaunchedEngines:
         for source in (_Descriptor(self._wake), *self._engines.sources):
             poller.register(source)
         while not self._closing:
-            # Ready engines have no deadline: from then on only an event wakes this thread.
-            for source in poller.poll(None if self.ready.done() else TICK_S):
+            for source in poller.poll(_READY_TICK_S if self.ready.done() else TICK_S):
                 if self._closing:
                     return
                 end = self._engines.handle(source)
                 if end is not None:
                     poller.unregister(source)
                     self._engine_ended(end)
+            self._engines.tick()
             if not self.ready.done():
-                self._engines.tick()
                 bar.update(*self._engines.handshake.progress)
                 if self._engines.handshake.complete:
                     bar.close()
-                    self._engines.log_phases()
+                    self._log_start()
                     self.ready.set_result(self._engines.handshake.responses)
             else:
                 bar.close()
+
+    def _log_start(self) -> None:
+        self._engines.log_capacity()
+        began = self._engines.started_at
+        total_s = SYSTEM_CLOCK.monotonic() - began
+        log_start(logger, "start-up of the engines:", self._engines.starts(began), total_s)
 
     def _engine_ended(self, end: EngineEnd) -> None:
         if self.ready.done():

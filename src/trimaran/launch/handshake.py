@@ -61,6 +61,7 @@ class Handshake:
         """Take in a message; returns the answer, if it has one.
 
         Raises ProtocolError: it is not from an engine that is expected, or not for a launcher.
+        Raises ValueError: the identity is no engine's.
         """
         if isinstance(message, EngineHello):
             reason = self._objection(identity, message)
@@ -69,13 +70,19 @@ class Handshake:
             return HandshakeRefusal(reason) if reason else EngineInit(self._addresses)
         if not isinstance(message, EngineProgress | EngineCoreReadyResponse):
             raise ProtocolError(f"a launcher does not take a {type(message).__name__}")
-        engine = self._engines.get(message.rank)
-        if engine is None or engine.incarnation != message.incarnation:
+        engine = self._engines.get(rank_of_identity(identity))
+        if engine is None or (message.rank, message.incarnation) != (
+            rank_of_identity(identity),
+            engine.incarnation,
+        ):
             raise ProtocolError(f"a message of an old or unknown engine of rank {message.rank}")
         if isinstance(message, EngineProgress):
+            if engine.ready is not None:
+                return None  # it wakes up from sleep: no start, and told elsewhere
             engine.phase, engine.detail = message.phase, message.detail
             engine.percent = max(engine.percent, min(message.percent, 100.0))
         else:
+            message.verify()
             engine.phase, engine.percent, engine.ready = "ready", 100.0, message
         return None
 

@@ -9,6 +9,7 @@ from typing import Self
 import msgspec
 
 from trimaran.ipc.listeners import Listener
+from trimaran.ipc.progress_board import BoardPlace
 
 
 class ClientLinks(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +22,7 @@ class ClientLinks(msgspec.Struct, frozen=True, kw_only=True):
     output_fd: int
     ranks: tuple[int, ...]  # the engines to expect
     peer_fds: tuple[int, ...]  # which an engine on this host inherits to connect
+    board: BoardPlace | None = None  # where to count what it sends; None: on another node
 
 
 class BoundLinks:
@@ -31,7 +33,9 @@ class BoundLinks:
         self.spec = spec
 
     @classmethod
-    def bind(cls, client_index: int, ranks: tuple[int, ...]) -> Self:
+    def bind(
+        cls, client_index: int, ranks: tuple[int, ...], board: BoardPlace | None = None
+    ) -> Self:
         """Raises OSError: the system gives no socket."""
         input_ = Listener.bind_ipc()
         try:
@@ -46,7 +50,8 @@ class BoundLinks:
             output_address=output.address,
             output_fd=output.fileno(),
             ranks=ranks,
-            peer_fds=tuple(fd for fd in (input_.peer_fd, output.peer_fd) if fd is not None),
+            peer_fds=(*input_.peer_fds, *output.peer_fds),
+            board=board,
         )
         return cls(input_, output, spec)
 

@@ -4,6 +4,7 @@ Owns: starting, watching and ending them, and which of them failed first. Knows 
 handshake. Called by ``core_engines``.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,9 +13,11 @@ from trimaran.config import EngineConfig
 from trimaran.engine.spec import EngineSpec
 from trimaran.errors import ChildFailedError
 from trimaran.ids import new_incarnation
-from trimaran.ipc.listeners import Listener
+from trimaran.ipc.progress_board import BoardPlace
 from trimaran.launch.plan import EngineProcess
 from trimaran.process.spawn import Child, ChildEnd, end_children, spawn
+
+logger = logging.getLogger(__name__)
 
 ENGINE_ENTRY = "trimaran.engine.engine_core_proc:run_engine_core"
 
@@ -31,13 +34,13 @@ class CoreEngineProcManager:
         self,
         config: EngineConfig,
         plan: Sequence[EngineProcess],
-        handshake: Listener,
+        handshake_address: str,
         clock: Clock,
         entry: str = ENGINE_ENTRY,
         *,
+        board: BoardPlace,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        peer_fds = [] if handshake.peer_fd is None else [handshake.peer_fd]
         self._grace_s = config.launch.shutdown_grace_s
         self.engines: dict[Child, EngineId] = {}
         try:
@@ -46,15 +49,16 @@ class CoreEngineProcManager:
                     config=config,
                     rank=process.rank,
                     incarnation=new_incarnation(),
-                    handshake_address=handshake.address,
+                    handshake_address=handshake_address,
                     spawned_at=clock.wall(),
                     num_engines_on_host=len(plan),
+                    board=board,
                 )
                 child = spawn(
                     entry,
                     spec,
                     name=process.name,
-                    pass_fds=[*peer_fds, *pass_fds],
+                    pass_fds=[board.descriptor, *pass_fds],
                     env=process.env,
                 )
                 self.engines[child] = EngineId(spec.rank, spec.incarnation)
@@ -84,3 +88,11 @@ def child_failed(name: str, end: ChildEnd) -> ChildFailedError:
         traceback=failure.traceback if failure else None,
         hint=end.hint,
     )
+
+
+def log_stacks(child: Child, *, at_once: bool = False) -> None:
+    """Print what a child answered to SIGUSR1, if it did; see ``StackFile.take``."""
+    text = child.stacks.take(at_once=at_once)
+    if text:
+        # Asked for, or about to be needed: shown at every --log-level.
+        logger.error("stacks of %s (pid %d):\n%s", child.name, child.pid, text)

@@ -8,6 +8,7 @@ Knows nothing of requests, which go between API servers and engines directly. Ca
 """
 
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -18,7 +19,7 @@ from typing import Self
 import msgspec
 
 from trimaran import errors
-from trimaran.clock import SYSTEM_CLOCK
+from trimaran.clock import SYSTEM_CLOCK, Laps
 from trimaran.config import Config
 from trimaran.errors import (
     ChildFailedError,
@@ -28,6 +29,7 @@ from trimaran.errors import (
     system_refused,
 )
 from trimaran.ipc.listeners import bind_tcp
+from trimaran.ipc.progress_board import ProgressBoard
 from trimaran.ipc.sockets import Context, HasFileno, Poller, Socket
 from trimaran.launch.api_servers import API_SERVER_ENTRY, ApiServer
 from trimaran.launch.api_spec import StateChannel
@@ -35,12 +37,14 @@ from trimaran.launch.core_engines import TICK_S, CoreEngines
 from trimaran.launch.links import BoundLinks
 from trimaran.launch.model_locator import ModelLocator, locate
 from trimaran.launch.plan import plan_api_servers, plan_engines
-from trimaran.launch.processes import ENGINE_ENTRY, child_failed
+from trimaran.launch.processes import ENGINE_ENTRY, child_failed, log_stacks
 from trimaran.launch.start_bar import StartBar
+from trimaran.launch.start_table import ProcessStart, log_start
 from trimaran.logging import configure
 from trimaran.messages import DeploymentState
 from trimaran.process.age import process_age_s
 from trimaran.process.spawn import Child, end_children
+from trimaran.process.stacks import StackFile, answer_sigusr1
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +55,7 @@ _DOWNLOAD_PERCENT = 50.0
 # Beyond the engines' deadline: an API server connects when they are ready.
 _API_SERVER_EXTRA_S = 30.0
 _MAX_FAILURE_CHARS = 4096
+_MAX_SIGNALS = 1 << 10
 _EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
@@ -98,21 +103,30 @@ def serve(
 
 
 class SignalInbox:
-    """SIGINT, SIGTERM, SIGHUP: the first is kept and makes this readable, the second is raised."""
+    """SIGINT, SIGTERM, SIGHUP: the first is kept and makes this readable, the second is raised.
+
+    SIGUSR1 makes it readable too, and leaves this process's stacks in ``stacks``.
+    """
 
     _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # HUP: the terminal was closed
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._stacks_wanted = False
 
     def __enter__(self) -> Self:
         # The C handler writes here at once, even if Python's runs only after a poll has begun.
         self._readable, self._writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._old_wakeup = signal.set_wakeup_fd(self._writable, warn_on_full_buffer=False)
         self._old_handlers = {n: signal.signal(n, self._on_signal) for n in self._NUMBERS}
+        self._old_handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_sigusr1)
+        self.stacks = StackFile()
+        answer_sigusr1(self.stacks.descriptor, chain=True)
         return self
 
     def __exit__(self, *_: object) -> None:
+        faulthandler.unregister(signal.SIGUSR1)
+        self.stacks.close()
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_wakeup)
@@ -126,6 +140,16 @@ class SignalInbox:
         """From now on all is being ended as fast as it can be."""
         for number in self._NUMBERS:
             signal.signal(number, signal.SIG_IGN)
+
+    def take_stacks_wanted(self) -> bool:
+        """Whether SIGUSR1 came since this was last asked; what made this readable is read."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._readable, _MAX_SIGNALS)
+        wanted, self._stacks_wanted = self._stacks_wanted, False
+        return wanted
+
+    def _on_sigusr1(self, _number: int, _frame: FrameType | None) -> None:
+        self._stacks_wanted = True
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.received is not None:
@@ -145,11 +169,10 @@ class Supervisor:
         self._find_model = find_model
         self._clock = SYSTEM_CLOCK
         self._began = self._clock.monotonic() - process_age_s()
-        self._phases: list[tuple[str, float]] = []
-        self._phase_began = self._began
+        self._laps = Laps(self._began)
         self._state = DeploymentState(ready=False, phase="starting", percent=0.0)
         self._announced = False
-        self._bar = StartBar()
+        self._bar = StartBar(enabled=config.observability.log_format == "text")
         self._poller = Poller()
         self._closers = contextlib.ExitStack()
         self._context: Context
@@ -168,6 +191,7 @@ class Supervisor:
         while signals.received is None:
             self._handle([source for source in self._poller.poll(TICK_S) if source is not signals])
             self._tick()
+            self._show_stacks(signals)
         self._bar.close()
         logger.info("%s: ending", signal.Signals(signals.received).name)
         self.end()
@@ -211,8 +235,11 @@ class Supervisor:
         host = f"[{server.host}]" if ":" in server.host else server.host
         self._url = f"http://{host}:{listening.getsockname()[1]}"
         ranks = tuple(process.rank for process in plan_engines(self._config.engine))
-        for process in plan_api_servers():
-            links = BoundLinks.bind(process.client_index, ranks)
+        api_servers = plan_api_servers()
+        board = ProgressBoard.create(ranks, len(api_servers))
+        self._closers.callback(board.close)
+        for process in api_servers:
+            links = BoundLinks.bind(process.client_index, ranks, board.place)
             self._closers.callback(links.close)
             self._links.append(links)
             api = ApiServer(self._config, process, links.spec, listening.fileno(), self._api_entry)
@@ -227,12 +254,12 @@ class Supervisor:
         self._locator = ModelLocator(self._config.model, self._find_model)
         self._closers.callback(self._locator.close)
         self._poller.register(self._locator)
-        self._phase_done("supervisor")
+        self._laps.done("starting")
         self._set_state(phase="downloading")
 
     def _start_engines(self) -> None:
         path = self._locator.result.result(0)
-        self._phase_done("model located")
+        self._laps.done("locating the model")
         model = msgspec.structs.replace(self._config.model, model=path)
         config = msgspec.structs.replace(self._config.engine, model=model)
         self._engines = CoreEngines(
@@ -292,18 +319,27 @@ class Supervisor:
         for server in self._api_servers:
             server.channel.flush()
 
+    def _show_stacks(self, signals: SignalInbox) -> None:
+        if signals.take_stacks_wanted():
+            own = signals.stacks.take(at_once=True)
+            logger.error("stacks of the supervisor (pid %d):\n%s", os.getpid(), own)
+            for server in self._api_servers:
+                server.child.ask_stacks()
+            if self._engines is not None:
+                self._engines.ask_stacks()
+        for server in self._api_servers:
+            log_stacks(server.child)
+
     def _announce_ready(self) -> None:
         assert self._engines is not None
-        waiting = [server for server in self._api_servers if not server.channel.server_ready]
+        waiting = [server for server in self._api_servers if server.channel.ready is None]
         if self._engines.handshake.complete and not waiting:
             self._announced = True
             self._bar.close()
-            self._phase_done("engines and API servers")
-            self._engines.log_phases()
-            phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._phases)
-            logger.info("started: %s", phases)
-            total = self._clock.monotonic() - self._began
-            logger.info("ready at %s after %.2f s", self._url, total)
+            total_s = self._clock.monotonic() - self._began
+            self._engines.log_capacity()
+            log_start(logger, "start-up:", self._starts(self._engines), total_s)
+            logger.info("ready at %s after %.2f s", self._url, total_s)
         elif self._clock.monotonic() > self._engines_deadline:
             names = ", ".join(server.child.name for server in waiting)
             raise DeadlineExceededError(
@@ -311,10 +347,19 @@ class Supervisor:
                 hint="give it more time with --engine-ready-timeout-s",
             )
 
-    def _phase_done(self, name: str) -> None:
-        now = self._clock.monotonic()
-        self._phases.append((name, now - self._phase_began))
-        self._phase_began = now
+    def _starts(self, engines: CoreEngines) -> list[ProcessStart]:
+        api_servers = [
+            ProcessStart(
+                server.child.name, server.spawned_at - self._began, server.channel.ready.phases
+            )
+            for server in self._api_servers
+            if server.channel.ready is not None
+        ]
+        return [
+            ProcessStart("supervisor", 0.0, self._laps.laps),
+            *api_servers,
+            *engines.starts(self._began),
+        ]
 
     def _set_state(self, **changes: object) -> None:
         state = msgspec.structs.replace(self._state, **changes)

@@ -17,6 +17,7 @@ import msgspec
 
 from trimaran.process.death_pipe import die_with_parent
 from trimaran.process.failure import arm_failure_report, report_failure
+from trimaran.process.stacks import answer_sigusr1
 
 _MAX_BOOTSTRAP_BYTES = 16 << 20
 
@@ -29,6 +30,7 @@ class Bootstrap(msgspec.Struct, array_like=True):
     spec: bytes
     death_fd: int
     failure_fd: int
+    stacks_fd: int
 
 
 def resolve(reference: str) -> Any:
@@ -48,7 +50,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     bootstrap = _read_bootstrap(int(sys.argv[2]))
     die_with_parent(bootstrap.death_fd)
-    for descriptor in (bootstrap.death_fd, bootstrap.failure_fd):
+    answer_sigusr1(bootstrap.stacks_fd)
+    for descriptor in (bootstrap.death_fd, bootstrap.failure_fd, bootstrap.stacks_fd):
         os.set_inheritable(descriptor, False)
     faulthandler.enable()
     arm_failure_report(bootstrap.failure_fd)

@@ -20,6 +20,7 @@ import msgspec
 from trimaran.process.child import Bootstrap
 from trimaran.process.environment import child_environment
 from trimaran.process.failure import ChildFailure, read_failure
+from trimaran.process.stacks import StackFile, sigusr1_blocked
 
 # Write ends of all death pipes: a fork of this process must not keep children alive after it.
 _death_fds: set[int] = set()
@@ -33,12 +34,15 @@ class ChildEnd:
 
     return_code: int  # negative: minus the signal
     failure: ChildFailure | None
+    fenced: str | None = None  # why we killed it
 
     @property
     def text(self) -> str:
         """The first cause in one line."""
         if self.failure is not None:
             return self.failure.text
+        if self.fenced is not None:
+            return self.fenced
         if self.return_code >= 0:
             return f"it exited with code {self.return_code}"
         return f"it was ended by {signal.Signals(-self.return_code).name}"
@@ -47,6 +51,8 @@ class ChildEnd:
     def hint(self) -> str | None:
         if self.failure is not None:
             return self.failure.hint
+        if self.fenced is not None:
+            return None
         if self.return_code == -signal.SIGKILL:
             return "if nobody killed it, the system was out of memory: see the kernel's log"
         return None
@@ -61,7 +67,14 @@ class Child:
     """One child process; its descriptor is readable once it has ended."""
 
     def __init__(
-        self, name: str, process: subprocess.Popen[bytes], pidfd: int, death: int, failure: int
+        self,
+        name: str,
+        process: subprocess.Popen[bytes],
+        *,
+        pidfd: int,
+        death: int,
+        failure: int,
+        stacks: StackFile,
     ) -> None:
         self.name = name
         self.pid = process.pid
@@ -69,6 +82,8 @@ class Child:
         self._pidfd = pidfd
         self._death_fd = death  # the write end: closing it is the end of the child
         self._failure_fd = failure
+        self.stacks = stacks
+        self._fenced: str | None = None
         _death_fds.add(death)
 
     def fileno(self) -> int:
@@ -91,10 +106,20 @@ class Child:
         if self.alive:
             self._process.kill()
 
+    def fence(self, reason: str) -> None:
+        """Kill it, whatever it does or does not do; ``reason`` is then how it ended."""
+        self._fenced = reason
+        self.kill()
+
+    def ask_stacks(self) -> None:
+        """Have it write where each of its threads is; ``stacks`` has the answer soon."""
+        if self.alive:
+            self._process.send_signal(signal.SIGUSR1)
+
     def end(self) -> ChildEnd:
         """How it ended; only for one that has."""
         return_code = self._process.wait(_KILL_DEADLINE_S)
-        return ChildEnd(return_code, read_failure(self._failure_fd))
+        return ChildEnd(return_code, read_failure(self._failure_fd), self._fenced)
 
     def close(self) -> None:
         """Kill what is still alive, reap it, and give back the descriptors. Idempotent."""
@@ -105,6 +130,7 @@ class Child:
         _death_fds.discard(self._death_fd)
         for descriptor in (self._pidfd, self._death_fd, self._failure_fd):
             os.close(descriptor)
+        self.stacks.close()
         self._pidfd = -1
 
 
@@ -136,6 +162,8 @@ def spawn(
         kept.callback(os.close, death_write)
         failure = os.memfd_create("trimaran-failure")
         kept.callback(os.close, failure)
+        stacks = StackFile()
+        kept.callback(stacks.close)
         bootstrap = os.memfd_create("trimaran-bootstrap")
         given.callback(os.close, bootstrap)
         settings = Bootstrap(
@@ -144,22 +172,24 @@ def spawn(
             spec=msgspec.msgpack.encode(spec),
             death_fd=death_read,
             failure_fd=failure,
+            stacks_fd=stacks.descriptor,
         )
         os.write(bootstrap, msgspec.msgpack.encode(settings))
-        process = subprocess.Popen(
-            # -P: a file in the working folder must not pose as a module.
-            [sys.executable, "-P", "-m", "trimaran.process.child", name, str(bootstrap)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(death_read, failure, bootstrap, *pass_fds),
-            env=child_environment(env),
-            # Out of the terminal's foreground group, so Ctrl-C reaches only the parent, even
-            # before the child gets to ignore it.
-            process_group=0,
-        )
+        with sigusr1_blocked():
+            process = subprocess.Popen(
+                # -P: a file in the working folder must not pose as a module.
+                [sys.executable, "-P", "-m", "trimaran.process.child", name, str(bootstrap)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(death_read, failure, bootstrap, stacks.descriptor, *pass_fds),
+                env=child_environment(env),
+                # Out of the terminal's foreground group, so Ctrl-C reaches only the parent, even
+                # before the child gets to ignore it.
+                process_group=0,
+            )
         kept.callback(_kill, process)
         pidfd = os.pidfd_open(process.pid)
         kept.pop_all()
-    return Child(name, process, pidfd, death_write, failure)
+    return Child(name, process, pidfd=pidfd, death=death_write, failure=failure, stacks=stacks)
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

@@ -4,7 +4,8 @@ Owns: the order of a step and the batch that persists between steps. Knows nothi
 sizing memory or of why a plan looks as it does. Called by ``worker``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from trimaran.model.sampling.batch import SamplingBatch
 from trimaran.model.sampling.rows import SampleRows
 from trimaran.model.sampling.sampler import Sampler
 from trimaran.worker.input_batch import InputBatch, StepInputs
+from trimaran.worker.prompt_embeds import PromptEmbeds
 
 # Logits are made in pieces of at most this size: 256 sequences of a large vocabulary would need
 # 256 MiB at once.
@@ -27,7 +29,10 @@ _LOGITS_BYTES = 64 << 20
 
 
 class ModelRunner:
-    """``kv_caches``: one per layer. ``num_known_tokens``: ids beyond mean nothing, never come."""
+    """``kv_caches``: one per layer. ``num_known_tokens``: ids beyond mean nothing, never come.
+
+    ``on_unit`` is called after every layer and every piece of the head: executor.base.UnitCallback.
+    """
 
     def __init__(
         self,
@@ -37,15 +42,18 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         num_known_tokens: int,
+        on_unit: Callable[[int], None] = lambda _: None,
     ) -> None:
         vocab_size = model.architecture.vocab_size
         self._model = model
+        self._on_unit = on_unit
         self._kv_caches = kv_caches
         self._group_of_layer = [layout.place_of_layer(i)[0] for i in range(len(kv_caches))]
         self._batch = InputBatch(layout, max_num_seqs)
         self._settings = SamplingBatch(max_num_seqs, vocab_size)
         self._sampler = Sampler(num_known_tokens)
         self._rows_per_piece = max(1, _LOGITS_BYTES // (4 * vocab_size))
+        self._prompt_embeds = PromptEmbeds()
         self._prompt_logprobs_of: dict[str, int] = {}  # request id -> how many
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -60,6 +68,8 @@ class ModelRunner:
                 step.positions,
                 self._kv_caches,
                 [step.metadata[group] for group in self._group_of_layer],
+                self._prompt_embeds.of_step(plan, step.query_start),
+                on_layer=partial(self._on_unit, len(step.input_ids)),
             )
             prompt_logprobs = self._prompt_logprobs(plan, step, hidden)
             output = self._sample(step, hidden, prompt_logprobs)
@@ -69,9 +79,11 @@ class ModelRunner:
     def _apply(self, plan: SchedulerOutput) -> None:
         for request_id in plan.left_request_ids:
             self._settings.leave(self._batch.leave(request_id))
+            self._prompt_embeds.leave(request_id)
             self._prompt_logprobs_of.pop(request_id, None)
         for request in plan.new_requests:
             self._settings.enter(self._batch.enter(request), request)
+            self._prompt_embeds.enter(request)
             if request.sampling_params.prompt_logprobs is not None:
                 count = request.sampling_params.prompt_logprobs
                 self._prompt_logprobs_of[request.request_id] = count
@@ -101,6 +113,7 @@ class ModelRunner:
                     sampling[piece].tolist(), result.logprobs, strict=True
                 ):
                     logprobs[index] = row_logprobs
+            self._on_unit(len(hidden))
         return ModelRunnerOutput(
             sampled_token_ids=sampled,
             logprobs=logprobs if any(row is not None for row in logprobs) else None,
@@ -130,6 +143,7 @@ class ModelRunner:
                 columns.token_ids += part.token_ids
                 columns.logprobs += part.logprobs
                 columns.ranks += part.ranks
+                self._on_unit(len(hidden))
             if len(next_ids):
                 found[request_id] = columns
         return found

@@ -148,11 +148,11 @@ def test_control():
     core = make_core()
     core.add_request(make_request("a", 40, 3))
     core.step()
-    assert core.control(Ping()) == core.stats()
-    assert core.control(Ping()).num_running == 1
-    assert core.control(ResetPrefixCache()) is False
+    assert core.control(Ping()).result(0) == core.stats()
+    assert core.control(Ping()).result(0).num_running == 1
+    assert core.control(ResetPrefixCache()).result(0) is False
     run(core)
-    assert core.control(ResetPrefixCache()) is True
+    assert core.control(ResetPrefixCache()).result(0) is True
 
 
 class FailingExecutor(MockExecutor):

@@ -90,13 +90,19 @@ def test_logprobs_have_the_shape_of_real_ones():
     assert sum(math.exp(value) for value in first.logprobs[0][1:]) == pytest.approx(0.75)
 
 
-def test_a_step_takes_the_time_it_is_told():
-    clock, slept = ManualClock(), []
+def test_a_step_takes_the_time_it_is_told_and_shows_that_it_goes_on():
+    clock, units = ManualClock(), []
     executor = MockExecutor(
-        EngineConfig(executor=ExecutorConfig(mock_step_s=0.25)), sleep=slept.append, clock=clock
+        EngineConfig(executor=ExecutorConfig(mock_step_s=60.0)),
+        lambda tokens: units.append((clock.monotonic(), tokens)),
+        sleep=clock.advance,
+        clock=clock,
     )
-    executor.execute(plan([("a", 0, 1)], [new("a", [5])]))
-    assert slept == [0.25]
+    executor.execute(plan([("a", 0, 3)], [new("a", [5, 6, 7])]))
+    assert clock.monotonic() == pytest.approx(60.0)
+    times = [time for time, _ in units]
+    assert max(b - a for a, b in zip([0.0, *times], times, strict=False)) <= 0.1 + 1e-6
+    assert {tokens for _, tokens in units} == {3}
 
 
 def test_who_left_is_forgotten():

@@ -31,7 +31,7 @@ def listener(tmp_path, monkeypatch):
 def test_only_who_inherits_the_descriptor_can_connect(listener, inherits):
     process = subprocess.run(
         [sys.executable, "-c", _CONNECT, listener.address],
-        pass_fds=[listener.peer_fd] if inherits else [],
+        pass_fds=listener.peer_fds if inherits else (),
         stderr=subprocess.PIPE,
         timeout=20,
     )

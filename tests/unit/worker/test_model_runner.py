@@ -4,7 +4,7 @@ Its next token depends on every token in reach, read through block tables and sl
 position or a block in the wrong place changes the output.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,6 +41,8 @@ class Arithmetic:
         positions: torch.Tensor,
         kv_caches: Sequence[torch.Tensor],
         metadata: Sequence[AttentionMetadata],
+        given: None,
+        on_layer: Callable[[], None],
     ) -> torch.Tensor:
         hidden = torch.zeros(len(input_ids), 1, dtype=torch.float64)
         for layer, (cache, where) in enumerate(zip(kv_caches, metadata, strict=True), 1):
@@ -54,6 +56,7 @@ class Arithmetic:
                     end = length - (starts[r + 1] - 1 - t)
                     begin = max(0, end - where.window) if where.window else 0
                     hidden[t] += layer * context[begin:end].sum()
+            on_layer()
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
