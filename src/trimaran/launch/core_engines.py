@@ -122,11 +122,10 @@ class CoreEngines:
         while (frames := self._socket.try_receive()) is not None:
             try:
                 answer = self.handshake.receive(frames[0], self._decoder.decode(frames[-1]))
+                if answer is not None:  # it quotes the peer, and may be too large by that
+                    self._socket.try_send([frames[0], self._encoder.encode(answer)])
             except (ProtocolError, ValueError) as error:
                 logger.warning("refused a handshake message: %s", error)
-                continue
-            if answer is not None:
-                self._socket.try_send([frames[0], self._encoder.encode(answer)])
         return None
 
     def tick(self) -> None:
