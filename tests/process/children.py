@@ -17,8 +17,9 @@ from trimaran.errors import CheckpointError
 from trimaran.executor.base import ProgressCallback
 from trimaran.executor.mock import MockExecutor
 from trimaran.launch.api_spec import ApiServerSpec, DeploymentWatch
-from trimaran.messages import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from trimaran.messages import ModelFacts, ModelRunnerOutput, Ping, SchedulerOutput
 
+TIMEOUT_S = 60.0
 POISON = 666  # a prompt token on which a step fails
 
 
@@ -51,6 +52,17 @@ class StepFails(MockExecutor):
         return super().execute(plan)
 
 
+class StepHangs(MockExecutor):
+    """A deadlock in the main thread; all other threads go on."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        if any(POISON in request.token_ids for request in plan.new_requests):
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        return super().execute(plan)
+
+
 def _run(executor: type[MockExecutor], spec: EngineSpec) -> None:
     engine_core.EXECUTORS["mock"] = f"{__name__}:{executor.__name__}"
     run_engine_core(spec)
@@ -70,6 +82,10 @@ def load_is_busy(spec: EngineSpec) -> None:
 
 def step_fails(spec: EngineSpec) -> None:
     _run(StepFails, spec)
+
+
+def step_hangs(spec: EngineSpec) -> None:
+    _run(StepHangs, spec)
 
 
 def import_fails(spec: EngineSpec) -> None:
@@ -131,11 +147,16 @@ def stub_api(spec: ApiServerSpec) -> None:
     asyncio.run(_stub_api(spec))
 
 
+def stub_api_that_asks(spec: ApiServerSpec) -> None:
+    """And, once it is connected, asks the engine something again and again."""
+    asyncio.run(_stub_api(spec, asks=True))
+
+
 def stub_api_that_dies(spec: ApiServerSpec) -> None:
     raise CheckpointError("no tokenizer", file="tokenizer.json", hint="get one")
 
 
-async def _stub_api(spec: ApiServerSpec) -> None:
+async def _stub_api(spec: ApiServerSpec, asks: bool = False) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     watch = DeploymentWatch(spec.state_fd).start()
@@ -153,6 +174,8 @@ async def _stub_api(spec: ApiServerSpec) -> None:
     async def connect() -> None:
         await client.wait_ready_async()
         watch.report_ready()
+        while asks:
+            await client.control_async(Ping(), TIMEOUT_S)
 
     connecting = asyncio.create_task(connect())
     await stop.wait()

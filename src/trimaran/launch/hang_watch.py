@@ -15,8 +15,8 @@ from trimaran.launch.processes import CoreEngineProcManager, EngineId, log_stack
 
 logger = logging.getLogger(__name__)
 
-# Looks come every second or more often. Whoever looks this much later was suspended or starved, and
-# so, perhaps, was everybody else.
+# Looks come twice a second or more often. Whoever looks this much later was suspended or starved,
+# and so, perhaps, was everybody else.
 LATE_S = 4.0
 # Between the question for its stacks and the end of an engine.
 STACKS_WAIT_S = 0.5
