@@ -5,6 +5,7 @@ Owns: ``CoreEngines``, which somebody else's poll loop drives (the supervisor's)
 process is the parent of its engines). Knows nothing of requests. Called by ``supervisor``, client/.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -78,19 +79,17 @@ class CoreEngines:
         self._waiting_logged_at = self._started_at
         self._encoder = Encoder()
         self._decoder: Decoder[HandshakeMessage] = Decoder(HandshakeMessage)
-        self._listener = Listener.bind_ipc(folder.socket_path("handshake"))
-        self._socket = context.router(self._listener.address, self._listener.fileno())
-        self._board = _board_of(links, plan)
-        try:
+        with contextlib.ExitStack() as opened:
+            board = opened.enter_context(contextlib.closing(_board_of(links, plan)))
+            listener = Listener.bind_ipc(folder.socket_path("handshake"))
+            opened.callback(listener.close)
+            self._socket = context.router(listener.address, listener.fileno())
+            opened.callback(self._socket.close)
             self._manager = CoreEngineProcManager(
-                config, plan, self._listener.address, clock, entry, board=self._board.place
+                config, plan, listener.address, clock, entry, board=board.place
             )
-        except BaseException:
-            self._close_links()
-            raise
-        self._fence = EngineFence(
-            self._board, self._manager, config.launch.engine_hang_timeout_s, clock
-        )
+            self._closers = opened.pop_all()
+        self._fence = EngineFence(board, self._manager, config.launch.engine_hang_timeout_s, clock)
         self.handshake = Handshake(
             dict(self._manager.engines.values()),
             fingerprint(config),
@@ -160,12 +159,7 @@ class CoreEngines:
     def close(self, grace_s: float | None = None) -> None:
         """End the processes; returns when none is left. Idempotent."""
         self._manager.close(grace_s)
-        self._close_links()
-
-    def _close_links(self) -> None:
-        self._socket.close()
-        self._listener.close()
-        self._board.close()
+        self._closers.close()
 
 
 def _board_of(links: Sequence[ClientLinks], plan: Sequence[EngineProcess]) -> ProgressBoard:

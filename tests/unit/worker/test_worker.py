@@ -83,7 +83,7 @@ def test_every_layer_and_every_piece_of_the_head_is_a_unit(tmp_path):
     facts = executor.load(ignore)
     executor.initialize_kv_cache(KVCacheConfig(facts.layout, num_blocks=40))
     executor.warm_up(ignore)
-    # A prompt within the budget of 32 tokens, a token after it, a batch of 4; each 4 layers, 1 head.
+    # A prompt within the budget of 32 tokens, one token more, a batch of 4: each 4 layers, 1 head.
     assert units == [32] * 5 + [1] * 5 + [4] * 5
 
 
