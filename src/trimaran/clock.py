@@ -47,3 +47,18 @@ class ManualClock:
 
 
 SYSTEM_CLOCK: Clock = SystemClock()
+
+
+class Laps:
+    """Names for the stretches of time from a beginning (monotonic seconds), one after the other."""
+
+    def __init__(self, began: float, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._last = began
+        self._clock = clock
+        self.laps: list[tuple[str, float]] = []  # name, seconds
+
+    def done(self, name: str) -> None:
+        """What went on since the last call, or since the beginning, was ``name``."""
+        now = self._clock.monotonic()
+        self.laps.append((name, now - self._last))
+        self._last = now

@@ -203,12 +203,22 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObservabilityConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Logs."""
+    """Logs and recordings."""
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], _help("least severe level shown")
     ] = "info"
     log_format: Annotated[Literal["text", "json"], _help("log lines as text or JSON")] = "text"
+    log_requests: Annotated[
+        bool,
+        _help(
+            "log a line for each HTTP request that ends (level info): id, route, status, tokens,"
+            " and when each thing happened; never a prompt or a text"
+        ),
+    ] = False
+    profile_dir: Annotated[
+        str | None, _help("folder for what /start_profile records (default: it is refused)")
+    ] = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

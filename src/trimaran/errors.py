@@ -2,7 +2,9 @@
 
     TrimaranError                       500 internal_error
     ├── InvalidRequestError             400 invalid_request_error   (a ValueError; names the field)
-    │   ├── ModelNotFoundError          404 not_found_error
+    │   ├── NotFoundError               404 not_found_error
+    │   │   └── ModelNotFoundError      404 not_found_error
+    │   ├── ConflictError               409 invalid_request_error   (not in the present state)
     │   ├── PayloadTooLargeError        413 invalid_request_error
     │   └── UnsupportedMediaTypeError   415 invalid_request_error
     ├── AuthenticationError             401 authentication_error
@@ -10,6 +12,7 @@
     ├── UnavailableError                503 service_unavailable     (Retry-After)
     ├── RequestFailedError              500 internal_error          (one request; the batch goes on)
     ├── EngineDeadError                 500 engine_dead             (rank, incarnation, first cause)
+    ├── OutOfMemoryError                500 internal_error          (of an engine; it ends by it)
     ├── DeadlineExceededError           504 timeout_error           (says what was waited for)
     └── StartupError                    (no status: nothing is serving yet)
         ├── ConfigError                 a flag, file or environment value; names it
@@ -20,7 +23,8 @@ The message is written for the person who can act on it; ``hint`` says what to c
 formats tracebacks or JSON: that is the business of process/ and server/.
 """
 
-from typing import ClassVar
+import errno
+from typing import ClassVar, Self
 
 
 class TrimaranError(Exception):
@@ -38,6 +42,12 @@ class TrimaranError(Exception):
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
+    def again(self) -> Self:
+        """A copy without traceback or context, for an error that many callers are to raise."""
+        twin = type(self).__new__(type(self), *self.args)
+        twin.__dict__.update(self.__dict__)
+        return twin
+
 
 class InvalidRequestError(TrimaranError, ValueError):
     """The request is at fault; ``param`` is the field as the client spelled it."""
@@ -50,10 +60,19 @@ class InvalidRequestError(TrimaranError, ValueError):
         self.param = param
 
 
-class ModelNotFoundError(InvalidRequestError):
+class NotFoundError(InvalidRequestError):
     http_status = 404
     error_type = "not_found_error"
+
+
+class ModelNotFoundError(NotFoundError):
     code = "model_not_found"
+
+
+class ConflictError(InvalidRequestError):
+    """Sound in itself, but not in the state that the engine or the deployment is in."""
+
+    http_status = 409
 
 
 class PayloadTooLargeError(InvalidRequestError):
@@ -117,6 +136,10 @@ class EngineDeadError(TrimaranError):
         return f"{self.message}: {self.cause}" if self.cause else self.message
 
 
+class OutOfMemoryError(TrimaranError):
+    """The engine's process gets no more memory; the hint says what takes less of it."""
+
+
 class DeadlineExceededError(TrimaranError, TimeoutError):
     """A wait ended without its event; the message says what was waited for and how long."""
 
@@ -130,6 +153,25 @@ class ProtocolError(TrimaranError):
 
 class StartupError(TrimaranError):
     """Nothing serves yet, and will not."""
+
+
+_SYSTEM_HINTS = {
+    errno.EMFILE: "raise the limit of open files: ulimit -n",
+    errno.ENFILE: "the system has no open files left: raise fs.file-max",
+    errno.EAGAIN: "raise the limit of processes: ulimit -u",
+    errno.ENOMEM: "there is no memory left for another process",
+    errno.EACCES: "set TMPDIR to a folder that can be written",
+    errno.EROFS: "set TMPDIR to a folder that can be written",
+    errno.ENOSPC: "set TMPDIR to a folder on a device with room",
+}
+
+
+def system_refused(what: str, error: OSError) -> StartupError:
+    """What to tell of a start that the operating system did not allow."""
+    file = f": {error.filename}" if error.filename else ""
+    return StartupError(
+        f"{what}: {error.strerror or error}{file}", hint=_SYSTEM_HINTS.get(error.errno or 0)
+    )
 
 
 class ConfigError(StartupError, ValueError):

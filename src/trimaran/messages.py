@@ -4,23 +4,28 @@ Owns: the shapes, the message types and the protocol version. Knows nothing of s
 who sends (client/, engine/, launch/). Add a field at the end with a default, or raise
 PROTOCOL_VERSION; tests/unit/test_messages.py holds the shapes.
 
-    front end --ADD/ABORT/UTILITY-->  engine     (ROUTER -> DEALER: [identity,] type, payload)
+    front end --ADD/ABORT/UTILITY-->  engine     (ROUTER -> DEALER: [identity,] type, payload,
+                                                  buffers of an ADD: see ipc/codec.py)
     front end <--EngineCoreOutputs--  engine     (PUSH -> PULL: payload)
     launcher  <--Hello/Progress/..->  engine     (ROUTER <-> DEALER: the handshake)
     engine    --SchedulerOutput-->    executor --ModelRunnerOutput--> engine
 """
 
 from enum import Enum, IntEnum
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from trimaran.errors import InvalidRequestError, ProtocolError
+from trimaran.ipc.codec import Buffer
 from trimaran.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # 2: buffer frames, prompt_embeds
 
 # First frame of the message by which an engine says that it crashed (then: an EngineDeath).
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
+
+AWAKE = -1  # the sleep level of an engine that is not asleep
 
 NULL_BLOCK_ID = 0  # never allocated, never written: stands where a block table has no block
 
@@ -45,6 +50,24 @@ class FinishReason(IntEnum):
 
 # --------------------------------------------------------------------- requests and their outputs
 
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class Tensor(msgspec.Struct, array_like=True, gc=False):
+    """Numbers, little-endian, the last dimension innermost."""
+
+    dtype: Literal["float32", "bfloat16"]
+    shape: tuple[int, int]  # rows, columns
+    data: Buffer
+
+    def verify(self) -> None:
+        """Raise ProtocolError: the bytes are not as many as the shape says."""
+        rows, columns = self.shape
+        if rows < 1 or columns < 1 or rows * columns * ITEM_BYTES[self.dtype] != self.data.nbytes:
+            raise ProtocolError(
+                f"{self.data.nbytes} bytes are not {rows} x {columns} numbers of {self.dtype}"
+            )
+
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One sequence to generate (n > 1 is fanned out by the front end, one request per choice)."""
@@ -63,6 +86,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     bad_words_token_ids: list[list[int]] = []
     cache_salt: str | None = None
     external_id: str = ""
+    # One row per prompt token, instead of its embedding: what the first layer sees (after the
+    # model's own embedding scale). prompt_token_ids then are placeholders.
+    prompt_embeds: Tensor | None = None
 
 
 class AbortRequests(msgspec.Struct, array_like=True, gc=False):
@@ -89,9 +115,12 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     prompt_logprobs: TokenLogprobs | None = None  # once, with the first output: positions 1 … p-1
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     error: str | None = None  # with FinishReason.ERROR: what to tell the client
-    # Wall seconds of engine events of this request: queued, scheduled (with the first output only).
+    # What an engine knows of the request's life: with its first output, and again with the first
+    # one after a preemption. Wall seconds; the first token's is the end of the step that drew it.
     queued_at: float = 0.0
     scheduled_at: float = 0.0
+    first_token_at: float = 0.0
+    num_preemptions: int = 0  # so far
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -106,6 +135,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     num_preemptions: int = 0
     num_prompt_tokens: int = 0  # computed in prefill
     num_generation_tokens: int = 0
+    sleep_level: int = AWAKE  # 0, 1 or 2 while asleep
+    is_falling_asleep: bool = False  # what arrives waits already; what came before still ends
 
 
 class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
@@ -135,15 +166,55 @@ class EngineDeath(msgspec.Struct, array_like=True, gc=False):
 # --------------------------------------------------------------------------- control operations
 
 
+#
+# An operation is a struct here, with the type of its result, and an arm in EngineCore.control.
+
+
 class ResetPrefixCache(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """Result: bool, whether the cache was emptied (False while blocks are in use)."""
+    """Result: whether the cache was emptied (False while blocks are in use)."""
+
+    result_type: ClassVar[Any] = bool
 
 
 class Ping(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """Result: SchedulerStats."""
+    """Result: how things stand."""
+
+    result_type: ClassVar[Any] = SchedulerStats
 
 
-ControlOperation = ResetPrefixCache | Ping
+class Sleep(msgspec.Struct, array_like=True, tag=3, gc=False):
+    """Stop work (level 0), give back the KV cache too (1), and the weights (2).
+
+    Running and waiting requests end at once (mode "abort") or by themselves (mode "wait"). What
+    arrives later waits until WakeUp. Result: the level slept at; asleep already, the deeper of the
+    two. Raises InvalidRequestError: no such level or mode.
+    """
+
+    level: Literal[0, 1, 2] = 1
+    mode: Literal["wait", "abort"] = "abort"
+    result_type: ClassVar[Any] = int
+
+    def __post_init__(self) -> None:
+        if type(self.level) is not int or self.level not in (0, 1, 2):
+            raise InvalidRequestError("level must be 0, 1 or 2", param="level")
+        if self.mode not in ("wait", "abort"):
+            raise InvalidRequestError('mode must be "wait" or "abort"', param="mode")
+
+
+class WakeUp(msgspec.Struct, array_like=True, tag=4, gc=False):
+    """Undo Sleep, whatever its level; one that still waits for running work is called off."""
+
+    result_type: ClassVar[Any] = None
+
+
+class Profile(msgspec.Struct, array_like=True, tag=5, gc=False):
+    """Record what the executor does, from "start" to "stop". Result: the file of the recording."""
+
+    action: Literal["start", "stop"]
+    result_type: ClassVar[Any] = str
+
+
+ControlOperation = ResetPrefixCache | Ping | Sleep | WakeUp | Profile
 
 
 class UtilityCall(msgspec.Struct, array_like=True, gc=False):
@@ -207,6 +278,11 @@ class EngineCoreReadyResponse(msgspec.Struct, array_like=True, tag="ready", gc=F
     phases: list[tuple[str, float]] = []  # start-up phases and their seconds
     world_size: int = 1
 
+    def verify(self) -> None:
+        """Raise ProtocolError: no engine can have found this."""
+        if min(self.num_kv_blocks, self.block_size, self.max_model_len, self.vocab_size) < 1:
+            raise ProtocolError(f"an engine of rank {self.rank} that can compute nothing is ready")
+
 
 HandshakeMessage = (
     EngineHello | EngineInit | HandshakeRefusal | EngineProgress | EngineCoreReadyResponse
@@ -222,6 +298,12 @@ class DeploymentState(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     failure: str | None = None
     # Where the model is on this machine, once it is: located (and downloaded) in one place only.
     model_path: str | None = None
+
+
+class ApiServerReady(msgspec.Struct, array_like=True, gc=False):
+    """API server to supervisor, once: it answers requests from now on."""
+
+    phases: list[tuple[str, float]] = []  # start-up phases and their seconds
 
 
 # ----------------------------------------------------------------------------- the model's KV cache
@@ -272,6 +354,7 @@ class ModelFacts(msgspec.Struct, array_like=True, frozen=True, gc=False):
     available_kv_bytes: int
     num_threads: int
     kernels: str
+    hidden_size: int = 0  # of a row of prompt_embeds; 0: any
 
 
 # ------------------------------------------------------------------------ one step of the executor
@@ -288,6 +371,7 @@ class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     block_ids: list[list[int]]  # per KV group, from the start of the sequence
     choice_index: int = 0
     bad_words_token_ids: list[list[int]] = []
+    prompt_embeds: Tensor | None = None  # of the first prompt_len tokens
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):

@@ -1,8 +1,8 @@
 """What a request asks of sampling and stopping, with closed ranges.
 
-Owns: the fields, their defaults and their checks. ``verify`` is called once, by the front end,
-before a request is submitted; everything behind it trusts the values. Checks that need the model
-(vocabulary size, context length) are in ``verify_for_model``.
+Owns: the fields, their defaults and their checks. ``verify`` is called by the front end before a
+request is submitted, and by the engine, which does not trust the wire; everything behind it trusts
+the values. Checks that need the model (vocabulary size) are in ``verify_for_model``.
 """
 
 import math
@@ -18,6 +18,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 4096
 MAX_LIST_ITEMS = 4096
+# Logits are divided by it, as float32: what is nearer to 0 would make infinities of them.
+MIN_REPETITION_PENALTY = 1e-6
 MAX_SEED = (1 << 63) - 1
 
 
@@ -67,10 +69,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
         _number("top_p", self.top_p, 0.0, 1.0)
         _integer("top_k", self.top_k, -1, (1 << 31) - 1)
         _number("min_p", self.min_p, 0.0, 1.0)
-        if _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0) == 0.0:
-            raise InvalidRequestError(
-                "repetition_penalty must be above 0", param="repetition_penalty"
-            )
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -97,6 +96,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
                     f"a stop string has 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}",
                     param="stop",
                 )
+            verify_text("stop", text)
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize", param="stop")
         _count("stop_token_ids", self.stop_token_ids, MAX_LIST_ITEMS)
@@ -108,6 +108,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
                 raise InvalidRequestError(
                     f"a bad word has at most {MAX_STOP_STRING_CHARS} characters", param="bad_words"
                 )
+            verify_text("bad_words", word)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise InvalidRequestError(
@@ -132,6 +133,14 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
                         f" (0 to {vocab_size - 1})",
                         param=field,
                     )
+
+
+def verify_text(name: str, text: str) -> None:
+    """Raise InvalidRequestError: it holds half a surrogate pair (JSON can), which no UTF-8 has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{name} is not valid Unicode: {error}", param=name) from error
 
 
 def _number(name: str, value: float, low: float, high: float, param: str | None = None) -> float:

@@ -6,6 +6,7 @@ import signal
 import socket
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -182,3 +183,20 @@ def test_a_killed_engine_ends_the_deployment_with_its_cause(tiny_model, tmp_path
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+def test_asleep_requests_wait_and_get_the_same_answer_after_waking_up(tiny, wait_for_metrics):
+    before = post(tiny, {**GOOD, "return_token_ids": True}).json()["choices"][0]["token_ids"]
+    for level in (0, 1, 2):
+        assert httpx.post(f"{tiny.url}/sleep?level={level}", timeout=60).status_code == 200
+        assert httpx.get(tiny.url + "/health").status_code == 200
+        assert httpx.get(tiny.url + "/ready").json()["phase"] == "sleeping"
+        with ThreadPoolExecutor(1) as pool:
+            held = pool.submit(post, tiny, {**GOOD, "return_token_ids": True})
+            wait_for_metrics(tiny.url, num_requests_running=0, num_requests_waiting=1)
+            assert httpx.post(tiny.url + "/wake_up", timeout=60).status_code == 200
+            assert held.result(60).json()["choices"][0]["token_ids"] == before
+        assert httpx.get(tiny.url + "/ready").json()["phase"] == "ready"
+    answer = httpx.post(tiny.url + "/start_profile")
+    assert answer.status_code == 409
+    assert "--profile-dir" in answer.json()["error"]["message"]

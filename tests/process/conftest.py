@@ -1,5 +1,6 @@
 """Whatever a test starts is gone when it ends: processes, descriptors, threads, socket folders."""
 
+import asyncio
 import gc
 import os
 import shutil
@@ -10,7 +11,109 @@ from pathlib import Path
 
 import pytest
 
+from trimaran.client.mp_async import AsyncMPClient
+from trimaran.client.mp_sync import SyncMPClient
+from trimaran.config import EngineConfig, ExecutorConfig, LaunchConfig
+from trimaran.ipc.codec import INLINE_BYTES
+from trimaran.ipc.folder import PrivateFolder
+from trimaran.ipc.sockets import Context
+from trimaran.launch.links import BoundLinks
+from trimaran.messages import EngineCoreRequest
+from trimaran.sampling_params import SamplingParams
+
 DEADLINE_S = 10.0
+TIMEOUT_S = 20.0
+
+
+def mock_config(step_s=0.001, **launch):
+    return EngineConfig(
+        executor=ExecutorConfig(distributed_executor_backend="mock", mock_step_s=step_s),
+        launch=LaunchConfig(**launch),
+    )
+
+
+def request_for(request_id, max_tokens=30_000, prompt=(1, 2, 3)):
+    params = SamplingParams(max_tokens=max_tokens, seed=0)
+    return EngineCoreRequest(request_id, list(prompt), params)
+
+
+def entry(function):
+    return f"{function.__module__}:{function.__name__}"
+
+
+def engine_pid():
+    (pid,) = (pid for pid, command in descendants().items() if "engine-0" in command)
+    return pid
+
+
+class Driver:
+    """One client of either kind, driven by plain calls."""
+
+    def __init__(self, client, runner):
+        self.client = client
+        self._runner = runner
+
+    def run(self, name, *arguments):
+        """Call a method to its end."""
+        if isinstance(self.client, SyncMPClient):
+            return getattr(self.client, name)(*arguments)
+        return self._runner.run(asyncio.wait_for(self._call(name, *arguments), TIMEOUT_S))
+
+    def errors_of(self, calls, trigger=lambda: None):
+        """What each of these calls, all of them waiting at once and repeated, ends with."""
+        if isinstance(self.client, AsyncMPClient):
+            return self._runner.run(self._gather_errors(calls, trigger))
+        errors = []
+        threads = [
+            threading.Thread(target=lambda call=call: errors.append(self._repeat(call)))
+            for call in calls
+        ]
+        for thread in threads:
+            thread.start()
+        trigger()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        assert not any(thread.is_alive() for thread in threads), "a call hangs"
+        return errors
+
+    def _call(self, name, *arguments):
+        return getattr(self.client, name + "_async")(*arguments)
+
+    def _repeat(self, call):
+        while True:
+            try:
+                getattr(self.client, call[0])(*call[1:])
+            except Exception as error:
+                return error
+
+    async def _gather_errors(self, calls, trigger):
+        async def repeat(call):
+            while True:
+                try:
+                    await self._call(*call)
+                except Exception as error:
+                    return error
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.create_task(repeat(call)) for call in calls]
+        await asyncio.sleep(0)
+        trigger()
+        return await asyncio.wait_for(asyncio.gather(*tasks), TIMEOUT_S)
+
+
+@pytest.fixture
+def drive():
+    """drive(client_type, config, **options) -> Driver; its client is closed in the end."""
+    runner, drivers = asyncio.Runner(), []
+
+    def make(client_type, *arguments, **options):
+        drivers.append(Driver(client_type(*arguments, **options), runner))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.client.shutdown()
+    runner.close()
 
 
 def wait_until(condition, timeout_s=DEADLINE_S, what="the condition"):
@@ -59,7 +162,8 @@ def _descriptors():
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(monkeypatch, tmp_path):  # tmp_path: pytest's own folder is made before ours
+def nothing_left(monkeypatch, tmp_path, pyzmqs_thread):
+    # tmp_path: pytest's own folder is made before ours.
     # Short, for socket paths; and away from what other programs leave in /tmp.
     folder = tempfile.mkdtemp(prefix="t-", dir="/tmp")
     monkeypatch.setenv("TMPDIR", folder)
@@ -78,3 +182,25 @@ def nothing_left(monkeypatch, tmp_path):  # tmp_path: pytest's own folder is mad
     left = os.listdir(folder)
     assert not left, f"left in the temporary folder: {left}"
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def pyzmqs_thread():
+    """pyzmq starts a thread of its own, for good, with the first frame that it does not copy."""
+    context = Context()
+    left, right = context.pair()
+    left.try_send([memoryview(bytes(INLINE_BYTES))])
+    right.receive(DEADLINE_S)
+    for each in (left, right, context):
+        each.close()
+
+
+@pytest.fixture
+def links():
+    """Of two front ends of engine rank 0."""
+    folder = PrivateFolder(tempfile.gettempdir())
+    bound = [BoundLinks.bind(folder, index, (0,)) for index in range(2)]
+    yield [each.spec for each in bound]
+    for each in bound:
+        each.close()
+    folder.close()

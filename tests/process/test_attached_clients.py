@@ -1,6 +1,7 @@
 """Clients attached to engines that somebody else launched: two front ends of one engine."""
 
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.process.test_client_contract import collect, expected_tokens, request_for
@@ -13,7 +14,7 @@ from trimaran.ipc.sockets import Context
 from trimaran.launch.core_engines import launch_core_engines
 from trimaran.launch.links import BoundLinks
 from trimaran.launch.plan import plan_engines
-from trimaran.messages import FinishReason, Ping
+from trimaran.messages import AWAKE, FinishReason, Ping, Sleep, WakeUp
 
 CONFIG = EngineConfig(executor=ExecutorConfig(distributed_executor_backend="mock"))
 TIMEOUT_S = 20.0
@@ -71,6 +72,45 @@ def test_one_front_ends_end_is_nothing_to_the_other(clients):
     first.shutdown()
     second.add_request(request_for("b", 200, (9,)))
     assert collect(second, "b")["b"][0] == expected_tokens((9,), 200)
+
+
+def heard(client):
+    """The statistics that have come and were not taken yet."""
+    found = []
+    while True:
+        try:
+            found.append(client.get_output(0).stats)
+        except DeadlineExceededError:
+            return found
+
+
+def until(client, condition):
+    while not condition(client.get_output(TIMEOUT_S).stats):
+        pass
+
+
+def test_every_front_end_hears_that_the_engine_sleeps(clients):
+    first, second = clients
+    first.add_request(request_for("a", 30_000))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(first.control, Sleep(1, "wait"), TIMEOUT_S)
+        # The second has no requests, so no outputs tell it.
+        until(second, lambda stats: stats.is_falling_asleep)
+        first.abort_requests(["a"])
+        assert answer.result(TIMEOUT_S) == [1]
+        until(second, lambda stats: stats.sleep_level == 1)
+    first.add_request(request_for("b", 30_000))
+    second.control(WakeUp(), TIMEOUT_S)
+    assert heard(second)[-1].sleep_level == AWAKE
+    first.abort_requests(["b"])
+
+
+def test_who_is_answered_has_heard_it_already(clients):
+    for client in clients:
+        client.control(Sleep(0, "wait"), TIMEOUT_S)
+        assert heard(client)[-1].sleep_level == 0
+        client.control(WakeUp(), TIMEOUT_S)
+        assert heard(client)[-1].sleep_level == AWAKE
 
 
 def test_a_dying_engine_tells_both_why(clients):

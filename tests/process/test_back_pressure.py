@@ -1,7 +1,6 @@
 """A front end that does not read, and one that talks nonsense: neither costs anybody else."""
 
 import queue
-import tempfile
 
 import pytest
 
@@ -9,9 +8,7 @@ from trimaran.engine.output_sender import OutputSender
 from trimaran.engine.request_receiver import RequestReceiver, Work
 from trimaran.ids import engine_identity
 from trimaran.ipc.codec import Decoder, Encoder
-from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.sockets import OUTPUT_HWM, Context, Sent
-from trimaran.launch.links import BoundLinks
 from trimaran.messages import (
     ENGINE_CORE_DEAD,
     AbortRequests,
@@ -31,17 +28,6 @@ def context():
     context = Context()
     yield context
     context.close()
-
-
-@pytest.fixture
-def links():
-    """Of two front ends."""
-    folder = PrivateFolder(tempfile.gettempdir())
-    bound = [BoundLinks.bind(folder, index, (0,)) for index in range(2)]
-    yield [links.spec for links in bound]
-    for each in bound:
-        each.close()
-    folder.close()
 
 
 def token(index):
@@ -88,7 +74,7 @@ def test_nonsense_is_counted_and_what_is_in_order_arrives(context, links):
         context, engine_identity(0), [each.input_address for each in links], items, refused.append
     )
     receiver.start(b"greeting")
-    assert receiver.connected.wait(TIMEOUT_S)
+    assert items.get(timeout=TIMEOUT_S).work is Work.CONNECTED
     for link in (router, other):
         assert link.receive(TIMEOUT_S) == [engine_identity(0), b"greeting"]
     encoder = Encoder()

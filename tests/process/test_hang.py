@@ -1,173 +1,108 @@
-"""Engines that hang, and the stacks of every process: who is ended, who is not, what is said."""
+"""Hung engines are ended with the reason; slow ones, and idle ones, never are."""
 
-import asyncio
 import json
-import logging
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 from tests.process import children
-from tests.process.conftest import descendants, wait_until
-from tests.process.test_supervisor import Served
+from tests.process.conftest import engine_pid, entry, mock_config, request_for, wait_until
+from tests.process.test_supervisor import ENGINE, Served
 
 from trimaran.client.mp_async import AsyncMPClient
 from trimaran.client.mp_sync import SyncMPClient
 from trimaran.config import (
     Config,
-    EngineConfig,
     ExecutorConfig,
     LaunchConfig,
     ObservabilityConfig,
     ServerConfig,
 )
 from trimaran.errors import EngineDeadError
-from trimaran.messages import EngineCoreRequest, Ping
-from trimaran.sampling_params import SamplingParams
+from trimaran.messages import Ping
 
-TIMEOUT_S = 30.0
-RUNS = "trimaran.engine.engine_core_proc:run_engine_core"
+HANG_S = 1.0
 
-
-def entry(function):
-    return f"tests.process.children:{function.__name__}"
-
-
-def config(hang_timeout_s, step_s=0.001):
-    return EngineConfig(
-        executor=ExecutorConfig(distributed_executor_backend="mock", mock_step_s=step_s),
-        launch=LaunchConfig(engine_hang_timeout_s=hang_timeout_s, shutdown_grace_s=0.5),
-    )
-
-
-def request_for(request_id, max_tokens=30_000, prompt=(1, 2, 3)):
-    return EngineCoreRequest(
-        request_id, list(prompt), SamplingParams(max_tokens=max_tokens, seed=0)
-    )
-
-
-def engine_pid():
-    (pid,) = (pid for pid, command in descendants().items() if "engine-0" in command)
-    return pid
+both_clients = pytest.mark.parametrize("client_type", [SyncMPClient, AsyncMPClient])
 
 
 @pytest.fixture
-def start():
-    clients = []
+def ready(drive):
+    def make(client_type, step_s=0.001, **options):
+        driver = drive(client_type, mock_config(step_s, engine_hang_timeout_s=HANG_S), **options)
+        driver.run("wait_ready")
+        return driver
 
-    def begin(*args, **options):
-        client = SyncMPClient(*args, **options)
-        clients.append(client)
-        client.wait_ready()
-        return client
-
-    yield begin
-    for client in clients:
-        client.shutdown()
+    return make
 
 
-def drain(client):
-    while True:
-        client.get_output(TIMEOUT_S)
-
-
-def death_of(client):
-    with pytest.raises(EngineDeadError) as caught:
-        drain(client)
-    return str(caught.value)
-
-
-def test_stopped_while_it_runs(start):
-    client = start(config(1.0))
-    client.add_request(request_for("a"))
-    client.get_output(TIMEOUT_S)
-    os.kill(engine_pid(), signal.SIGSTOP)
-    assert re.search(
-        r"hung: no progress for \S+ s with work pending \(step \d+\)", death_of(client)
-    )
-    assert not descendants()
-
-
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda client: client.add_request(request_for("a")),
-        lambda client: client.abort_requests(["unknown"]),
-    ],
-    ids=["add", "abort"],
-)
-def test_stopped_while_idle_and_then_asked(start, ask):
-    client = start(config(0.5))
-    os.kill(engine_pid(), signal.SIGSTOP)
-    ask(client)
-    assert re.search(r"hung: it has taken no message for \S+ s \(step 0\)", death_of(client))
-
-
-def test_a_call_to_a_stopped_engine_ends_with_it(start):
-    client = start(config(0.5))
-    os.kill(engine_pid(), signal.SIGSTOP)
-    with pytest.raises(EngineDeadError, match="hung"):
-        client.control(Ping(), TIMEOUT_S)
-
-
-def test_with_asyncio():
-    async def run():
-        client = AsyncMPClient(config(0.5))
-        await client.wait_ready_async()
-        os.kill(engine_pid(), signal.SIGSTOP)
-        await client.add_request_async(request_for("a"))
-        try:
-            with pytest.raises(EngineDeadError, match="hung"):
-                await asyncio.wait_for(client.get_output_async(), TIMEOUT_S)
-        finally:
-            await client.shutdown_async()
-
-    asyncio.run(run())
-
-
-def test_a_deadlock_shows_where_it_is(start, caplog):
-    client = start(config(0.5), engine_entry=entry(children.step_hangs))
+def test_an_engine_stopped_at_work_is_hung(ready):
+    driver = ready(SyncMPClient)
+    driver.run("add_request", request_for("a"))
+    driver.run("get_output")
     pid = engine_pid()
-    with caplog.at_level(logging.ERROR):
-        client.add_request(request_for("a", prompt=(children.POISON,)))
-        assert "hung: no progress for" in death_of(client)
+    errors = driver.errors_of(
+        [("get_output",), ("control", Ping())], lambda: os.kill(pid, signal.SIGSTOP)
+    )
+    assert [type(error) for error in errors] == [EngineDeadError, EngineDeadError]
+    assert all("hung: no progress for" in str(error) for error in errors), errors
+
+
+@both_clients
+def test_an_engine_stopped_while_idle_is_hung_once_there_is_something_to_do(ready, client_type):
+    driver = ready(client_type)
+    assert driver.run("control", Ping())
+    pid = engine_pid()
+    os.kill(pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{pid}/stat")
+    # All threads are stopped then: none takes the request yet.
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", what="the stop")
+    driver.run("add_request", request_for("a"))
+    (error,) = driver.errors_of([("get_output",)])
+    assert isinstance(error, EngineDeadError)
+    assert "hung: it has taken no message for" in str(error)
+
+
+def test_a_main_thread_that_waits_for_ever_is_hung_and_its_stack_is_told(ready, caplog):
+    driver = ready(SyncMPClient, engine_entry=entry(children.step_hangs))
+    pid = engine_pid()
+    driver.run("add_request", request_for("a"))
+    (error,) = driver.errors_of([("get_output",)])
+    assert "hung: no progress for" in str(error)
     (stacks,) = (r.getMessage() for r in caplog.records if "stacks of" in r.getMessage())
     assert stacks.startswith(f"stacks of engine-0 (pid {pid}):\n")
-    assert re.search(r'children.py", line \d+ in execute', stacks)
+    assert re.search(r'children\.py", line \d+ in execute', stacks)
     assert "in _process_input_sockets" in stacks
     assert "in _process_output_sockets" in stacks
 
 
-def test_a_long_step_that_goes_on_is_left_alone(start):
-    client = start(config(hang_timeout_s=1.0, step_s=3.0))
-    client.add_request(request_for("a", max_tokens=1))
-    (output,) = client.get_output(TIMEOUT_S).outputs
-    assert len(output.new_token_ids) == 1
+def test_a_step_longer_than_the_time_is_busy_as_long_as_it_gets_on(ready):
+    driver = ready(SyncMPClient, step_s=2.5 * HANG_S)
+    driver.run("add_request", request_for("a", max_tokens=1))
+    outputs = driver.run("get_output")
+    while not outputs.outputs:
+        outputs = driver.run("get_output")
+    assert len(outputs.outputs[0].new_token_ids) == 1
 
 
-# --------------------------------------------------------------------------------------- serving
+# ---------------------------------------------------------------------------------------- serving
 
 
 @pytest.fixture
 def serve():
     started = []
 
-    def start(api=children.stub_api, engine=RUNS, log_format="text", hang_timeout_s=10.0):
-        served = Served(
-            Config(
-                executor=ExecutorConfig(distributed_executor_backend="mock"),
-                server=ServerConfig(port=0),
-                launch=LaunchConfig(engine_hang_timeout_s=hang_timeout_s),
-                observability=ObservabilityConfig(log_format=log_format, log_level="error")
-                if log_format == "json"
-                else ObservabilityConfig(),
-            ),
-            entry(api),
-            engine,
+    def start(api=children.stub_api, engine=ENGINE, hang_timeout_s=10.0, **observability):
+        config = Config(
+            executor=ExecutorConfig(distributed_executor_backend="mock"),
+            server=ServerConfig(port=0),
+            launch=LaunchConfig(engine_hang_timeout_s=hang_timeout_s),
+            observability=ObservabilityConfig(**observability),
         )
-        started.append(served)
-        return served
+        started.append(Served(config, entry(api), engine))
+        return started[-1]
 
     yield start
     for served in started:
@@ -187,27 +122,29 @@ def test_a_hung_engine_ends_the_deployment(serve):
 def test_sigusr1_to_the_supervisor_shows_the_stacks_of_all(serve):
     served = serve(engine=entry(children.load_is_busy))
     wait_until(lambda: served.state()["state"][1] == "loading", what="phase loading")
+    pids = served.pids()
+    assert set(pids) == {"api-0", "engine-0"}
     for _ in range(2):  # it stays able to answer
         served.lines.clear()
         served.process.send_signal(signal.SIGUSR1)
         served.line(rf"E supervisor: stacks of the supervisor \(pid {served.process.pid}\):")
-        for name, pid in served.pids().items():
+        for name, pid in pids.items():
             served.line(rf"E supervisor: stacks of {name} \(pid {pid}\):")
         served.line(r'supervisor\.py", line \d+ in run')
-        served.line(r'children\.py", line \d+ in _stub_api|asyncio.* in run_forever')
+        served.line(r'children\.py", line \d+ in stub_api')
         served.line(r'children\.py", line \d+ in load')  # busy in pure Python
     served.process.send_signal(signal.SIGINT)
     assert served.end()[0] == 0
 
 
 def test_sigusr1_to_one_child_shows_its_stacks_in_a_line_of_json(serve):
-    served = serve(log_format="json")
-    wait_until(lambda: set(served.pids()) == {"api-0", "engine-0"}, what="the children")
+    served = serve(log_format="json", log_level="error")
+    wait_until(lambda: "engine-0" in served.pids(), what="the engine")
     pid = served.pids()["engine-0"]
     os.kill(pid, signal.SIGUSR1)  # from its first moment on
-    served.line(r"stacks of engine-0")
+    served.line("stacks of engine-0")
     served.process.send_signal(signal.SIGINT)
     assert served.end()[0] == 0
-    (entry_,) = map(json.loads, served.lines)
-    assert entry_["message"].startswith(f"stacks of engine-0 (pid {pid}):\n")
-    assert '", line ' in entry_["message"]
+    (record,) = map(json.loads, served.lines)
+    assert record["message"].startswith(f"stacks of engine-0 (pid {pid}):\n")
+    assert '", line ' in record["message"]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,12 +11,14 @@ import sys
 import threading
 import time
 import urllib.request
+from pathlib import Path
 
 import msgspec
 import pytest
 from tests.process import children
-from tests.process.conftest import descendants, is_gone, wait_until
+from tests.process.conftest import descendants, entry, is_gone, wait_until
 
+from trimaran.bench.tiny_model import write_tiny_model
 from trimaran.config import (
     Config,
     ExecutorConfig,
@@ -23,13 +26,10 @@ from trimaran.config import (
     ModelConfig,
     ServerConfig,
 )
+from trimaran.server.main import run_api_server
 
 TIMEOUT_S = 20.0
 ENGINE = "trimaran.engine.engine_core_proc:run_engine_core"
-
-
-def entry(function):
-    return f"tests.process.children:{function.__name__}"
 
 
 class Served:
@@ -98,10 +98,12 @@ class Served:
 def serve():
     started = []
 
-    def start(api=children.stub_api, engine=ENGINE, model="tiny", port=0, **launch):
+    def start(
+        api=children.stub_api, engine=ENGINE, model="tiny", port=0, executor="mock", **launch
+    ):
         config = Config(
             model=ModelConfig(model=model),
-            executor=ExecutorConfig(distributed_executor_backend="mock"),
+            executor=ExecutorConfig(distributed_executor_backend=executor),
             server=ServerConfig(port=port),
             launch=LaunchConfig(**launch),
         )
@@ -119,8 +121,8 @@ def serve():
 def test_serving_from_first_second_to_ctrl_c(serve):
     served = serve()
     served.line(r"ready at http://127\.0\.0\.1:\d+ after \d+\.\d\d s")
-    served.line(r"engine rank 0 started: process .* importing .* loading .* warming up")
-    served.line(r"started: supervisor .* model located .* engines and API servers")
+    served.line(r"^  supervisor +starting +\d+\.\d\d s +\d+ % ")
+    served.line(r"^  engine-0 +process +\d+\.\d\d s +\d+ % ")
     answer = served.state()
     assert answer["engines"] == 1
     ready, phase, percent, failure, model_path = answer["state"]
@@ -209,11 +211,41 @@ def test_a_killed_supervisor_takes_its_children_along(serve):
     served.process.kill()
     wait_until(lambda: all(map(is_gone, pids.values())), 2.0, "the end of the children")
     served.end()
-    (folder,) = os.listdir(os.environ["TMPDIR"])
-    # A killed process cannot remove it; its successors do (tests/unit/ipc/test_folder.py).
-    for name in os.listdir(os.path.join(os.environ["TMPDIR"], folder)):
-        os.unlink(os.path.join(os.environ["TMPDIR"], folder, name))
-    os.rmdir(os.path.join(os.environ["TMPDIR"], folder))
+    _remove_folder()
+
+
+def _remove_folder():
+    """A killed process cannot remove it; its successors do (tests/unit/ipc/test_folder.py)."""
+    for folder in Path(os.environ["TMPDIR"]).iterdir():
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("moment", ["the API server starts", "the engine loads"])
+def test_a_supervisor_killed_while_real_children_start(serve, tmp_path, moment):
+    served = serve(
+        api=run_api_server,
+        model=str(write_tiny_model(tmp_path / "tiny")),
+        executor="uni",
+    )
+    name = "api-0" if moment == "the API server starts" else "engine-0"
+    wait_until(lambda: name in served.pids(), what=name)
+    if name == "engine-0":
+        maps = f"/proc/{served.pids()[name]}/maps"
+        wait_until(lambda: "libtorch_cpu" in Path(maps).read_text(), TIMEOUT_S, what="torch")
+    pids = served.pids()
+    served.process.kill()
+    wait_until(lambda: all(map(is_gone, pids.values())), 2.0, "the end of the children")
+    served.end()
+    _remove_folder()
+
+
+@pytest.mark.parametrize("lacks", ["a folder", "descriptors"])
+def test_what_the_system_refuses_is_one_clear_line(serve, monkeypatch, lacks):
+    monkeypatch.setenv("TEST_LACKS", lacks)
+    served = serve()
+    assert served.end()[0] == 1
+    assert "E supervisor: the deployment cannot be started: " in served.lines[-1]
+    assert not any("Traceback" in line for line in served.lines)
 
 
 def test_a_second_signal_ends_it_at_once(serve):

@@ -64,6 +64,14 @@ class _Suite:
         rows += [{"what": name, "PSS GiB": size / GIB} for name, size in sizes.items()]
         self.show("memory", "memory after 16 requests, touched KV included", rows)
 
+    def client_path(self) -> None:
+        from trimaran.bench.client_path import message_rows, round_trip_rows, throughput_rows
+
+        title = "client path, mock steps of 0 ms, 64 in 128 out"
+        self.show("client-path-throughput", title, throughput_rows())
+        self.show("client-path-round-trip", "client path, round trip", round_trip_rows())
+        self.show("client-path-messages", "client path, cost of a message", message_rows())
+
     def offline(self) -> None:
         from trimaran import LLM, SamplingParams
 
@@ -107,6 +115,7 @@ def run_suite(arguments: argparse.Namespace) -> int:
     parts: dict[str, Callable[[], None]] = {
         "startup": suite.startup,
         "memory": suite.memory,
+        "client-path": suite.client_path,
         "offline": suite.offline,
         "serve-demo": suite.serve_demo,
         "serve-tiny": suite.serve_tiny,

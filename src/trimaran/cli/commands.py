@@ -2,7 +2,7 @@
 
 import argparse
 
-BENCH_PARTS = ("startup", "memory", "offline", "serve-demo", "serve-tiny")
+BENCH_PARTS = ("startup", "memory", "client-path", "offline", "serve-demo", "serve-tiny")
 
 
 def serve(arguments: argparse.Namespace) -> int:

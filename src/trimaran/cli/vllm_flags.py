@@ -61,6 +61,7 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     ),
     "--num-gpu-blocks-override": _renamed("use --kv-cache-memory-bytes"),
     "--uvicorn-log-level": _renamed("use --log-level"),
+    "--enable-log-requests": _renamed("use --log-requests"),
     "--tokenizer": _refused("the tokenizer always comes with the model; put it into its folder"),
     "--tokenizer-mode": _refused("there is one mode; leave it out"),
     "--load-format": _refused("the format is recognised from the files; leave it out"),
@@ -85,7 +86,7 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     "--reasoning-parser": _refused(f"{_LATER}; reasoning stays in the text"),
     "--ssl-keyfile": _refused(f"{_LATER}; put a TLS proxy in front"),
     "--ssl-certfile": _refused(f"{_LATER}; put a TLS proxy in front"),
-    "--disable-log-requests": _refused("prompts are never logged; leave it out"),
+    "--disable-log-requests": _refused("it is off unless --log-requests is given; leave it out"),
     "--disable-log-stats": _refused("use --log-level warning"),
     "--max-logprobs": _refused("the limit is 20; leave it out"),
 }

@@ -10,18 +10,28 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
-from trimaran.client.core_client import EngineCoreClient
+from trimaran.client.core_client import SLEEP_TIMEOUT_S, EngineCoreClient
 from trimaran.client.input_processor import InputProcessor
 from trimaran.client.model_files import open_model_files, with_model_path
 from trimaran.client.output_processor import Metrics, OutputProcessor, RequestStream
-from trimaran.client.outputs import RequestOutput
+from trimaran.client.outputs import RequestOutput, RequestTimeline
+from trimaran.client.prompt_embeds import Prompt
+from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
 from trimaran.errors import EngineDeadError, InvalidRequestError, UnavailableError
 from trimaran.formats.checkpoint import ModelSource
 from trimaran.ids import external_id
-from trimaran.messages import ControlOperation
+from trimaran.messages import (
+    AWAKE,
+    ControlOperation,
+    Ping,
+    Profile,
+    SchedulerStats,
+    Sleep,
+    WakeUp,
+)
 from trimaran.sampling_params import SamplingParams
 from trimaran.text.bounded import refuse_too_long
 from trimaran.text.chat_encoding import encode_chat
@@ -47,6 +57,7 @@ class AsyncLLM:
         *,
         seed: int = -1,
         metrics: Metrics | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.source = source
         self.tokenizer = tokenizer
@@ -55,9 +66,11 @@ class AsyncLLM:
         self.dead_error: EngineDeadError | None = None
         self._client = client
         self._inputs = InputProcessor(source, tokenizer, seed=seed)
-        self._outputs = OutputProcessor(tokenizer, metrics=metrics)
+        self._outputs = OutputProcessor(tokenizer, metrics=metrics, clock=clock)
+        self._clock = clock
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="text")
         self._handler: asyncio.Task[None] | None = None
+        self._stats: dict[int, SchedulerStats] = {}  # of each engine, as last heard
 
     @classmethod
     async def create(cls, config: EngineConfig | None = None) -> "AsyncLLM":
@@ -69,7 +82,7 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         files = await loop.run_in_executor(None, open_model_files, config.model)
         config = with_model_path(config, files.source.path)
-        client = await loop.run_in_executor(None, EngineCoreClient.make_client, True, True, config)
+        client = await cls._make_client(config)
         llm = cls(client, *files, seed=config.model.seed)
         try:
             await llm.start(config.launch.engine_ready_timeout_s)
@@ -77,6 +90,20 @@ class AsyncLLM:
             await llm.shutdown()
             raise
         return llm
+
+    @staticmethod
+    async def _make_client(config: EngineConfig) -> EngineCoreClient:
+        """In a thread: it starts processes. Cancelled, it waits for the thread and closes."""
+        making = asyncio.get_running_loop().run_in_executor(
+            None, EngineCoreClient.make_client, True, True, config
+        )
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            [made] = await asyncio.gather(making, return_exceptions=True)
+            if isinstance(made, EngineCoreClient):
+                await made.shutdown_async()
+            raise
 
     @property
     def max_model_len(self) -> int:
@@ -149,32 +176,36 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-        add_special_tokens: bool = True,
         continues_prompt: bool = True,
+        timeline: RequestTimeline | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Items as ``params.output_kind`` asks. Closing the iterator aborts the request.
 
+        ``prompt``: a text, token ids, or ``{"prompt_embeds": [P, hidden_size]}``.
         ``continues_prompt``: the text reads on from the prompt's; False for an answer in a chat,
-        which begins a text (a leading SentencePiece space is dropped).
+        which begins a text (a leading SentencePiece space is dropped). ``timeline``: of a request
+        that was received, and tokenised, by the caller; it is kept from here on.
 
-        Raises InvalidRequestError: before anything is submitted.
-        Raises EngineDeadError: the engine that ran the request ended.
+        Raises InvalidRequestError: before anything is submitted; EngineDeadError: the engine ended.
         """
         self._check_alive()
-        ids = (
-            await self.encode(prompt, add_special_tokens=add_special_tokens)
-            if isinstance(prompt, str)
-            else prompt
-        )
+        timeline = timeline or RequestTimeline(self._clock.wall())
+        ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
+        timeline.tokenised = timeline.tokenised or self._clock.wall()
         request_id = request_id or external_id("req")
         requests = self._inputs.make_requests(
-            ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt
+            ids,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=timeline.received,
         )
         news = asyncio.Event()
         stream = RequestStream(
@@ -184,8 +215,10 @@ class AsyncLLM:
             params,
             news.set,
             continues_prompt=continues_prompt,
+            timeline=timeline,
         )
         self._outputs.add(stream)
+        timeline.submitted = self._clock.wall()  # before the engine can have it
         try:
             for request in requests:
                 await self._client.add_request_async(request)
@@ -206,7 +239,7 @@ class AsyncLLM:
         if request_ids and self.dead_error is None:
             try:
                 await self._client.abort_requests_async(request_ids)
-            except EngineDeadError as error:
+            except (EngineDeadError, UnavailableError) as error:
                 logger.debug("nothing to abort: %s", error)
 
     async def control(
@@ -216,9 +249,52 @@ class AsyncLLM:
         self._check_alive()
         return await self._client.control_async(operation, timeout_s)
 
+    async def sleep(
+        self,
+        level: Literal[0, 1, 2] = 1,
+        mode: Literal["wait", "abort"] = "abort",
+        *,
+        timeout_s: float = SLEEP_TIMEOUT_S,
+    ) -> None:
+        """Stop work and give memory back (messages.Sleep); returns once every engine sleeps.
+
+        Requests sent while asleep wait. Raises InvalidRequestError: no such level or mode.
+        Raises ConflictError: woken up first. DeadlineExceededError: running requests take longer;
+        it falls asleep all the same, unless ``wake_up`` calls it off.
+        """
+        await self.control(Sleep(level, mode), timeout_s=timeout_s)
+
+    async def wake_up(self, *, timeout_s: float = SLEEP_TIMEOUT_S) -> None:
+        """Undo ``sleep``. Raises RequestFailedError, with the cause: still asleep, try again."""
+        await self.control(WakeUp(), timeout_s=timeout_s)
+
+    async def is_sleeping(self) -> bool:
+        """Whether any engine sleeps, as the engines say."""
+        every = cast("list[SchedulerStats]", await self.control(Ping()))
+        return any(stats.sleep_level != AWAKE for stats in every)
+
+    @property
+    def sleep_phase(self) -> str | None:
+        """ "sleeping", "falling asleep" or None, as last heard: new requests wait in the former."""
+        every = self._stats.values()
+        if any(stats.sleep_level != AWAKE for stats in every):
+            return "sleeping"
+        return "falling asleep" if any(stats.is_falling_asleep for stats in every) else None
+
+    async def start_profile(self) -> list[str]:
+        """Record what the engines do; the files to be, one per engine.
+
+        Raises ConflictError: --profile-dir is not set, or a recording is under way.
+        """
+        return cast("list[str]", await self.control(Profile("start")))
+
+    async def stop_profile(self) -> list[str]:
+        """End the recording; the files. Raises ConflictError: there is none."""
+        return cast("list[str]", await self.control(Profile("stop"), timeout_s=SLEEP_TIMEOUT_S))
+
     def _check_alive(self) -> None:
         if self.dead_error is not None:
-            raise self.dead_error
+            raise self.dead_error.again()
         if not self.is_ready:
             raise UnavailableError("the engine is not ready yet", retry_after_s=1.0)
 
@@ -226,9 +302,13 @@ class AsyncLLM:
         try:
             while True:
                 message = await self._client.get_output_async()
+                if message.stats is not None:
+                    self._stats[message.rank] = message.stats
                 await self._abort(self._outputs.process(message))
         except EngineDeadError as error:
             self._die(error)
+        except UnavailableError:
+            self._die(EngineDeadError("the engine client was closed"))
         except asyncio.CancelledError:
             raise
         except Exception as error:

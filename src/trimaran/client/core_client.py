@@ -6,7 +6,7 @@ of sockets or steps. Called by AsyncLLM, LLM and the API server.
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from trimaran.config import EngineConfig
 from trimaran.launch.links import ClientLinks
@@ -15,15 +15,11 @@ from trimaran.messages import (
     EngineCoreOutputs,
     EngineCoreReadyResponse,
     EngineCoreRequest,
-    Ping,
-    ResetPrefixCache,
-    SchedulerStats,
 )
 
 DEFAULT_CONTROL_TIMEOUT_S = 60.0
-
-# What an operation's result decodes to.
-RESULT_TYPES: dict[type, Any] = {ResetPrefixCache: bool, Ping: SchedulerStats}
+# Running work may have to end first, and weights to be read again.
+SLEEP_TIMEOUT_S = 600.0
 
 # (multiprocess_mode, asyncio_mode) -> the client; imported when chosen.
 _CLIENTS = {
@@ -104,7 +100,9 @@ class EngineCoreClient:
     ) -> list[object]:
         """Carry out an operation on every engine; results in order of rank.
 
-        Raises RequestFailedError: an engine could not; DeadlineExceededError: it did not answer.
+        Raises RequestFailedError: an engine could not, and says with which error;
+        InvalidRequestError, ConflictError: its own, where the caller is at fault;
+        DeadlineExceededError: it did not answer (it may carry the operation out all the same).
         """
         self._lacks("control")
 

@@ -8,16 +8,23 @@ from collections import deque
 from collections.abc import Sequence
 
 from trimaran.client.core_client import DEFAULT_CONTROL_TIMEOUT_S, EngineCoreClient
+from trimaran.client.utility_calls import operation_failed
 from trimaran.config import EngineConfig
 from trimaran.engine.engine_core import EngineCore, make_executor
 from trimaran.engine.outputs import failed_output
-from trimaran.errors import EngineDeadError, RequestFailedError, TrimaranError, UnavailableError
+from trimaran.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    TrimaranError,
+    UnavailableError,
+)
 from trimaran.ids import new_incarnation
 from trimaran.messages import (
     ControlOperation,
     EngineCoreOutputs,
     EngineCoreReadyResponse,
     EngineCoreRequest,
+    Sleep,
 )
 from trimaran.process.failure import failure_of
 
@@ -27,7 +34,7 @@ class InprocClient(EngineCoreClient):
 
     def __init__(self, config: EngineConfig) -> None:
         self._incarnation = new_incarnation()
-        self._failed: deque[EngineCoreOutputs] = deque()
+        self._waiting: deque[EngineCoreOutputs] = deque()
         self._error: TrimaranError | None = None
         self._core = EngineCore(config, make_executor(config))
         self._ready = self._core.ready_response(0, self._incarnation, ())
@@ -46,12 +53,12 @@ class InprocClient(EngineCoreClient):
         self._check()
         request.client_index = 0
         try:
-            self._core.add_request(request)
+            answer = self._core.add_request(request)
         except TrimaranError as error:
-            # As from an engine process, the refusal is the request's only output.
-            self._failed.append(
-                EngineCoreOutputs(0, self._incarnation, outputs=[failed_output(request, error)])
-            )
+            answer = failed_output(request, error)
+        if answer is not None:
+            # As from an engine process, it is the request's only output.
+            self._waiting.append(EngineCoreOutputs(0, self._incarnation, outputs=[answer]))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         self._check()
@@ -60,8 +67,9 @@ class InprocClient(EngineCoreClient):
     def get_output(self, timeout_s: float | None = None) -> EngineCoreOutputs:
         """The outputs of one step; empty ones where there is no work."""
         self._check()
-        if self._failed:
-            return self._failed.popleft()
+        return self._waiting.popleft() if self._waiting else self._step()
+
+    def _step(self) -> EngineCoreOutputs:
         try:
             outputs = self._core.step().get(0)
         except Exception as error:
@@ -69,7 +77,7 @@ class InprocClient(EngineCoreClient):
             self._error = EngineDeadError(
                 "the engine failed", incarnation=self._incarnation, cause=failure_of(error).text
             )
-            raise self._error from error
+            raise self._error.again() from error
         if outputs is None:
             return EngineCoreOutputs(0, self._incarnation)
         outputs.incarnation = self._incarnation
@@ -79,10 +87,20 @@ class InprocClient(EngineCoreClient):
         self, operation: ControlOperation, timeout_s: float = DEFAULT_CONTROL_TIMEOUT_S
     ) -> list[object]:
         self._check()
-        try:
-            return [self._core.control(operation)]
-        except Exception as error:
-            raise RequestFailedError(f"{type(operation).__name__}: {error}") from error
+        if isinstance(operation, Sleep) and operation.mode == "wait":
+            raise InvalidRequestError(
+                'an engine in the caller\'s own process cannot sleep with mode "wait": nobody'
+                " takes the outputs of running requests while this call waits for them",
+                param="mode",
+                hint='finish the requests first, or use mode "abort" or an engine process',
+            )
+        done = self._core.control(operation)
+        while not done.done():  # a Sleep: the next step or two
+            self._waiting.append(self._step())
+        error = done.exception()
+        if error is not None:
+            raise operation_failed(operation, type(error).__name__, str(error)) from error
+        return [done.result()]
 
     def shutdown(self) -> None:
         if not isinstance(self._error, UnavailableError):
@@ -91,4 +109,4 @@ class InprocClient(EngineCoreClient):
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._error.with_traceback(None)
+            raise self._error.again()

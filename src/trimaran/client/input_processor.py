@@ -10,12 +10,12 @@ import secrets
 
 import msgspec
 
-from trimaran.clock import SYSTEM_CLOCK, Clock
+from trimaran.client.prompt_embeds import EmbedsPrompt, prompt_tensor
 from trimaran.errors import InvalidRequestError
 from trimaran.formats.checkpoint import ModelSource
 from trimaran.ids import unique_id
-from trimaran.messages import EngineCoreRequest
-from trimaran.sampling_params import SamplingParams
+from trimaran.messages import EngineCoreRequest, Tensor
+from trimaran.sampling_params import SamplingParams, verify_text
 from trimaran.text.tokenizer import Tokenizer
 
 MAX_CACHE_SALT_CHARS = 1024
@@ -33,14 +33,13 @@ class InputProcessor:
         tokenizer: Tokenizer,
         *,
         seed: int = -1,
-        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._tokenizer = tokenizer
         self._generation = source.generation
         rows = source.architecture.vocab_size
         # An id that the model has no row for never comes, and must not be looked up.
         self._eos_token_ids = [i for i in source.generation.eos_token_ids if 0 <= i < rows]
-        self._clock = clock
+        self._hidden_size = source.architecture.hidden_size
         # With a server seed the sequence of per-request seeds repeats from start to start; without
         # one it comes from the system. Never from the global random state.
         self._seeds = random.Random(seed) if seed >= 0 else None
@@ -49,32 +48,39 @@ class InputProcessor:
 
     def make_requests(
         self,
-        prompt_token_ids: list[int],
+        prompt: list[int] | EmbedsPrompt,
         params: SamplingParams,
         *,
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
+        arrival_time: float = 0.0,
     ) -> list[EngineCoreRequest]:
-        """One request per choice.
+        """One request per choice. ``arrival_time``: wall seconds at which the request came in.
 
         Raises InvalidRequestError naming the field at fault.
         """
+        prompt_token_ids, embeds = self._known(prompt)
         params.verify()
         params.verify_for_model(self.vocab_size)
         max_tokens = self._check_lengths(prompt_token_ids, params)
-        if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
-            raise InvalidRequestError(
-                f"cache_salt has 1 to {MAX_CACHE_SALT_CHARS} characters", param="cache_salt"
-            )
+        if cache_salt is not None:
+            if not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
+                raise InvalidRequestError(
+                    f"cache_salt has 1 to {MAX_CACHE_SALT_CHARS} characters", param="cache_salt"
+                )
+            verify_text("cache_salt", cache_salt)
         if not -(1 << 31) <= priority < 1 << 31:
             raise InvalidRequestError("priority must fit 32 bits", param="priority")
+        if embeds is not None and params.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs needs a prompt of tokens", param="prompt_logprobs"
+            )
         params = msgspec.structs.replace(
             params, seed=self._seed() if params.seed is None else params.seed, max_tokens=max_tokens
         )
         bad_words = self._bad_words(params)
         self._check_something_is_allowed(params, bad_words)
-        arrival = self._clock.wall()
         return [
             EngineCoreRequest(
                 request_id=unique_id(),
@@ -83,13 +89,21 @@ class InputProcessor:
                 eos_token_ids=self._eos_token_ids,
                 choice_index=index,
                 priority=priority,
-                arrival_time=arrival,
+                arrival_time=arrival_time,
                 bad_words_token_ids=bad_words,
                 cache_salt=cache_salt,
                 external_id=request_id,
+                prompt_embeds=embeds,
             )
             for index in range(params.n)
         ]
+
+    def _known(self, prompt: list[int] | EmbedsPrompt) -> tuple[list[int], Tensor | None]:
+        """Token ids, which only hold places where the rows of a tensor stand for them."""
+        if not isinstance(prompt, dict):
+            return prompt, None
+        embeds = prompt_tensor(prompt, self._hidden_size)
+        return [0] * embeds.shape[0], embeds
 
     def _check_lengths(self, prompt: list[int], params: SamplingParams) -> int:
         limit, length = self.max_model_len, len(prompt)

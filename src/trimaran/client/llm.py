@@ -3,22 +3,28 @@
 Owns: nothing but convenience over ``LLMEngine``.
 """
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
 from trimaran.client.llm_engine import LLMEngine
 from trimaran.client.outputs import RequestOutput
+from trimaran.client.prompt_embeds import Prompt
 from trimaran.config import resolve
-from trimaran.errors import InvalidRequestError
+from trimaran.errors import (
+    ConflictError,
+    EngineDeadError,
+    InvalidRequestError,
+    UnavailableError,
+)
 from trimaran.ids import external_id
 from trimaran.sampling_params import RequestOutputKind, SamplingParams
 from trimaran.text.chat_encoding import encode_chat
 
-Prompt = str | list[int]
 Message = dict[str, Any]
 
 
@@ -48,16 +54,17 @@ class LLM:
         *,
         use_progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt (text, or token ids), one result each, in order.
+        """Complete every prompt, one result each, in order.
+
+        A prompt is a text, token ids, or ``{"prompt_embeds": array [P, hidden_size]}``: float32
+        rows that stand instead of the embeddings of P tokens (``client.prompt_embeds``).
 
         ``sampling_params``: one for all, or one per prompt. ``use_progress``: a progress bar on
         stderr (default: where that is a terminal).
         Raises InvalidRequestError: a prompt or parameter is wrong; nothing is left running.
+        Raises ConflictError: the engine sleeps, so that nothing would ever come.
         """
-        if isinstance(prompts, str) or (prompts and type(prompts[0]) is int):
-            batch: list[Prompt] = [prompts]  # type: ignore[list-item]
-        else:
-            batch = list(prompts)  # type: ignore[arg-type]
+        batch = cast("list[Prompt]", [prompts] if _is_one(prompts) else list(prompts))
         return self._run(batch, sampling_params, use_progress, is_chat=False)
 
     def chat(
@@ -94,6 +101,8 @@ class LLM:
         is_chat: bool,
     ) -> list[RequestOutput]:
         each = _params_per_prompt(params, len(prompts))
+        if self._engine.is_sleeping():
+            raise ConflictError("the engine sleeps", hint="wake_up() first")
         ids = [external_id("offline") for _ in prompts]
         results: dict[str, RequestOutput] = {}
         show = sys.stderr.isatty() if use_progress is None else use_progress
@@ -113,9 +122,32 @@ class LLM:
                         progress.advance(item.num_generated_tokens)
         except BaseException:
             # Also Ctrl-C in a notebook: the next call must not meet this one's outputs.
-            self._engine.abort_request(ids)
+            with contextlib.suppress(EngineDeadError, UnavailableError):  # nothing to abort then
+                self._engine.abort_request(ids)
             raise
         return [results[request_id] for request_id in ids]
+
+    def sleep(self, level: Literal[0, 1, 2] = 1, mode: Literal["wait", "abort"] = "abort") -> None:
+        """Give back the KV cache (level 1) and the weights (2) until ``wake_up``.
+
+        Level 0 only stops work. Raises InvalidRequestError: no such level or mode.
+        """
+        self._engine.sleep(level, mode)
+
+    def wake_up(self) -> None:
+        """Undo ``sleep``; weights are read from their file again.
+
+        Raises RequestFailedError, with the cause: still asleep, and may be woken again.
+        """
+        self._engine.wake_up()
+
+    def start_profile(self) -> list[str]:
+        """Record what the engine does (needs ``profile_dir``); the files to be written."""
+        return self._engine.start_profile()
+
+    def stop_profile(self) -> list[str]:
+        """End the recording; its files: Chrome traces, for ui.perfetto.dev."""
+        return self._engine.stop_profile()
 
     def shutdown(self) -> None:
         """End the engine; may be called twice."""
@@ -131,6 +163,10 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+def _is_one(prompts: Any) -> bool:
+    return isinstance(prompts, str | dict) or (bool(prompts) and type(prompts[0]) is int)
 
 
 def _params_per_prompt(

@@ -5,15 +5,18 @@ Owns: one sync engine client (in this process or in a child) and the request str
 """
 
 from types import TracebackType
+from typing import Literal, cast
 
-from trimaran.client.core_client import EngineCoreClient
+from trimaran.client.core_client import SLEEP_TIMEOUT_S, EngineCoreClient
 from trimaran.client.input_processor import InputProcessor
 from trimaran.client.model_files import open_model_files, with_model_path
 from trimaran.client.output_processor import OutputProcessor, RequestStream
-from trimaran.client.outputs import RequestOutput
+from trimaran.client.outputs import RequestOutput, RequestTimeline
+from trimaran.client.prompt_embeds import Prompt
+from trimaran.clock import SYSTEM_CLOCK
 from trimaran.config import EngineConfig
-from trimaran.errors import EngineDeadError, InvalidRequestError
-from trimaran.messages import ControlOperation
+from trimaran.errors import EngineDeadError, InvalidRequestError, UnavailableError
+from trimaran.messages import AWAKE, ControlOperation, Ping, Profile, SchedulerStats, Sleep, WakeUp
 from trimaran.sampling_params import SamplingParams
 
 
@@ -46,7 +49,7 @@ class LLMEngine:
     def add_request(
         self,
         request_id: str,
-        prompt: str | list[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         priority: int = 0,
@@ -60,13 +63,20 @@ class LLMEngine:
         """
         if request_id in self._streams:
             raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
+        timeline = RequestTimeline(SYSTEM_CLOCK.wall())
         ids = (
             self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             if isinstance(prompt, str)
             else prompt
         )
+        timeline.tokenised = SYSTEM_CLOCK.wall()
         requests = self._inputs.make_requests(
-            ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt
+            ids,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=timeline.received,
         )
         stream = RequestStream(
             request_id,
@@ -75,9 +85,11 @@ class LLMEngine:
             params,
             lambda: self._news.append(request_id),
             continues_prompt=continues_prompt,
+            timeline=timeline,
         )
         self._outputs.add(stream)
         self._streams[request_id] = stream
+        timeline.submitted = SYSTEM_CLOCK.wall()  # before the engine can have it
         for request in requests:
             self._client.add_request(request)
 
@@ -97,13 +109,16 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Wait for the engine's next message; what it brought, one item per request with news.
 
-        Raises EngineDeadError: the engine ended; every unfinished request is lost.
+        While the engine sleeps the next message may be long in coming: see ``is_sleeping``.
+
+        Raises EngineDeadError, UnavailableError: the engine ended, or was closed; every unfinished
+        request is lost.
         """
         if not self._streams:
             return []
         try:
             message = self._client.get_output()
-        except EngineDeadError as error:
+        except (EngineDeadError, UnavailableError) as error:
             self._outputs.fail_all(error)
             self._streams.clear()
             raise
@@ -130,6 +145,33 @@ class LLMEngine:
     def control(self, operation: ControlOperation, *, timeout_s: float = 30.0) -> list[object]:
         """Run a control operation on every engine; results in order of rank (messages.py)."""
         return self._client.control(operation, timeout_s)
+
+    def sleep(
+        self,
+        level: Literal[0, 1, 2] = 1,
+        mode: Literal["wait", "abort"] = "abort",
+        *,
+        timeout_s: float = SLEEP_TIMEOUT_S,
+    ) -> None:
+        """As ``AsyncLLM.sleep``; mode "wait" needs an engine process."""
+        self.control(Sleep(level, mode), timeout_s=timeout_s)
+
+    def wake_up(self, *, timeout_s: float = SLEEP_TIMEOUT_S) -> None:
+        """Undo ``sleep``. Raises RequestFailedError, with the cause: still asleep, try again."""
+        self.control(WakeUp(), timeout_s=timeout_s)
+
+    def is_sleeping(self) -> bool:
+        """Whether any engine sleeps."""
+        every = cast("list[SchedulerStats]", self.control(Ping()))
+        return any(stats.sleep_level != AWAKE for stats in every)
+
+    def start_profile(self) -> list[str]:
+        """As ``AsyncLLM.start_profile``."""
+        return cast("list[str]", self.control(Profile("start")))
+
+    def stop_profile(self) -> list[str]:
+        """As ``AsyncLLM.stop_profile``."""
+        return cast("list[str]", self.control(Profile("stop"), timeout_s=SLEEP_TIMEOUT_S))
 
     def shutdown(self) -> None:
         """End the engine; may be called twice."""

@@ -32,9 +32,10 @@ from trimaran.errors import (
     ProtocolError,
     TrimaranError,
     UnavailableError,
+    system_refused,
 )
 from trimaran.ids import engine_identity, rank_of_identity
-from trimaran.ipc.codec import Decoder, Encoder
+from trimaran.ipc.codec import Decoder, Encoder, Frame
 from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.progress_board import ProgressBoard, SentCells
 from trimaran.ipc.sockets import Context, Sent
@@ -53,6 +54,7 @@ from trimaran.messages import (
     RequestType,
     UtilityCall,
 )
+from trimaran.process.interrupts import interrupts_deferred
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +62,24 @@ logger = logging.getLogger(__name__)
 _MAX_QUEUED = 64
 # Engines we launched say "ready" twice: to the launcher, then here. Between the two lie moments.
 _GREETING_TIMEOUT_S = 10.0
+# A link breaks a moment before the process behind it has ended and can be asked why.
+CAUSE_TIMEOUT_S = 2.0
 
 
 @dataclass
 class _Engine:
     rank: int
     identity: bytes
-    incarnation: int | None = None  # known once it has greeted
+    incarnation: int | None = None  # of one that others launched: known once it has greeted
     ready: EngineCoreReadyResponse | None = None
-    dead: bool = False
+    death: EngineDeath | None = None
 
 
 class MPClient(EngineCoreClient):
-    """The shared half. Subclasses receive: they call ``_on_greeting`` and ``_on_output``."""
+    """The shared half. Subclasses receive: they call ``_on_greeting`` and ``_on_output``.
+
+    What they need for it they open in ``_open_receiver``, and note in ``resources``.
+    """
 
     def __init__(
         self,
@@ -89,19 +96,23 @@ class MPClient(EngineCoreClient):
         self._decode_outputs: Decoder[EngineCoreOutputs] = Decoder(EngineCoreOutputs)
         self._decode_death: Decoder[EngineDeath] = Decoder(EngineDeath)
         self._decode_ready: Decoder[EngineCoreReadyResponse] = Decoder(EngineCoreReadyResponse)
-        # Guards all that follows: callers, the reading thread and the engine monitor meet here.
-        self._lock = threading.RLock()
+        # Guards all that follows, and the request link: callers, the reading thread and the engine
+        # monitor meet here. Notified when there is an output, a greeting or an error.
+        self._changed = threading.Condition(threading.RLock())
         self._queue: deque[EngineCoreOutputs] = deque()
         self._error: TrimaranError | None = None  # what every call raises from now on
         self._calls = UtilityCalls()
-        self._unsent: deque[list[bytes]] = deque()  # aborts and calls for a link that is full
-        self.num_dropped_messages = 0  # undecodable, or of an old incarnation
+        self._unsent: deque[list[Frame]] = deque()  # aborts and calls for a link that is full
+        self.num_dropped_messages = 0  # undecodable, absurd, or of an old incarnation
         self.resources = BackgroundResources()
-        self._finalizer = weakref.finalize(self, self.resources)
+        weakref.finalize(self, self.resources)
         try:
-            self._open(links)
-        except BaseException:
-            self._finalizer()
+            with interrupts_deferred():
+                self._open(links)
+        except BaseException as error:
+            self.resources()
+            if isinstance(error, OSError) and not isinstance(error, TrimaranError):
+                raise system_refused("the engine cannot be started", error) from error
             raise
 
     def _open(self, links: ClientLinks | None) -> None:
@@ -126,10 +137,12 @@ class MPClient(EngineCoreClient):
             [bound.spec],
             folder,
             self._context,
-            weakly(self._on_child_end),
+            weakly(self._engine_died),
             self._engine_entry,
         )
         self.resources.push("the engines", self._launched.close)
+        for rank, incarnation in self._launched.engines:
+            self._engines[rank].incarnation = incarnation
 
     def _open_links(self, links: ClientLinks) -> None:
         self._client_index = links.client_index
@@ -140,6 +153,7 @@ class MPClient(EngineCoreClient):
         self.resources.push("the request link", self._requests.close)
         self._outputs = self._context.pull(links.output_address, links.output_fd)
         self.resources.push("the output link", self._outputs.close)
+        self._open_receiver()
 
     @property
     def ready(self) -> list[EngineCoreReadyResponse]:
@@ -149,35 +163,40 @@ class MPClient(EngineCoreClient):
         self._fail_all(EngineDeadError("the deployment failed", cause=cause))
 
     def _engine_died(self, death: EngineDeath) -> None:
-        with self._lock:
+        """From the output link (its last message), or from the engine monitor's thread.
+
+        Both know the same cause: an engine writes it down for its parent before it tells anybody.
+        """
+        with self._changed:
             engine = self._engines.get(death.rank)
-            if engine is None or engine.dead or engine.incarnation not in (None, death.incarnation):
+            if engine is None or engine.death or engine.incarnation != death.incarnation:
                 return  # of an engine that is gone already, or was replaced
-            engine.dead = True
+            engine.death = death
             error = self._policy.engine_died(death)
-            gone = EngineDeadError(f"engine rank {death.rank} died", cause=death.cause)
-            self._calls.fail(error or gone, death.rank)
+            self._calls.fail(error or _died(death), death.rank)
             if error is not None:
                 self._fail_all(error)
+            self._wake_receiver()
 
     # -------------------------------------------------------------------- what subclasses provide
 
-    def _on_child_end(self, death: EngineDeath) -> None:
-        """Called by the engine monitor's thread."""
+    def _open_receiver(self) -> None:
+        """Both links are open; no engine is started yet."""
         raise NotImplementedError
 
     def _wake_receiver(self) -> None:
-        """Something is in the queue, or ``_error`` is set."""
+        """There is an output, an error or a death. Called in any thread, with the lock held."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------ sending
 
     def _check(self) -> None:
         if self._error is not None:
-            raise self._error.with_traceback(None)
+            raise self._error.again()
 
-    def _add_request(self, request: EngineCoreRequest) -> None:
-        with self._lock:
+    def _add_request(self, request: EngineCoreRequest) -> bool:
+        """False: the engine is not connected (any more); ``_gone`` is what to wait for then."""
+        with self._changed:
             self._check()
             engine = self._engine_for(request)
             request.client_index = self._client_index
@@ -185,41 +204,47 @@ class MPClient(EngineCoreClient):
             if self._unsent or (sent := self._try_send(frames)) is Sent.FULL:
                 self._send_unsent()
                 raise OverloadedError(f"engine rank {engine.rank} does not take requests")
-            if sent is Sent.UNREACHABLE:
-                raise EngineDeadError(f"engine rank {engine.rank} is not connected")
+            return sent is not Sent.UNREACHABLE
+
+    @property
+    def _living(self) -> list[_Engine]:
+        return [engine for engine in self._engines.values() if engine.death is None]
 
     def _engine_for(self, request: EngineCoreRequest) -> _Engine:
-        """Where a balancer will choose among several."""
-        return next(iter(self._engines.values()))
+        """Where a balancer will choose among several. Raises EngineDeadError: none is left."""
+        if not (living := self._living):
+            raise _died(*(engine.death for engine in self._engines.values() if engine.death))
+        return living[0]
 
     def _abort_requests(self, request_ids: Sequence[str]) -> None:
-        with self._lock:
+        with self._changed:
             self._check()
             if request_ids:
                 # To all: an engine ignores the ids that it does not have.
-                for engine in self._engines.values():
+                for engine in self._living:
                     self._send_surely(engine, RequestType.ABORT, AbortRequests(list(request_ids)))
 
-    def _start_control(self, operation: ControlOperation) -> "list[Future[object]]":
-        """One future per engine, in order of rank."""
+    def _start_control(
+        self, operation: ControlOperation, timeout_s: float
+    ) -> "tuple[list[Future[object]], float]":
+        """(one future per living engine in order of rank, how long to wait for them)."""
         futures = []
-        with self._lock:
+        with self._changed:
             self._check()
-            for engine in self._engines.values():
+            for engine in self._living:
                 call_id, future = self._calls.start(engine.rank, operation)
                 futures.append(future)
                 call = UtilityCall(call_id, self._client_index, operation)
                 if not self._send_surely(engine, RequestType.UTILITY, call):
-                    gone = EngineDeadError(f"engine rank {engine.rank} is not connected")
-                    self._calls.fail(gone, engine.rank)
-        return futures
+                    timeout_s = min(timeout_s, CAUSE_TIMEOUT_S)  # it fails when the cause is known
+        return futures, timeout_s
 
     def _forget_calls(self, futures: "Sequence[Future[object]]") -> None:
-        with self._lock:
+        with self._changed:
             self._calls.forget(futures)
 
-    def _frames(self, engine: _Engine, kind: RequestType, message: msgspec.Struct) -> list[bytes]:
-        return [engine.identity, kind.value, self._encoder.encode(message)]
+    def _frames(self, engine: _Engine, kind: RequestType, message: msgspec.Struct) -> list[Frame]:
+        return [engine.identity, kind.value, *self._encoder.encode_frames(message)]
 
     def _send_surely(self, engine: _Engine, kind: RequestType, message: msgspec.Struct) -> bool:
         """Send, or keep for later what may not be refused; False: the engine is not connected."""
@@ -234,10 +259,10 @@ class MPClient(EngineCoreClient):
         while self._unsent and self._try_send(self._unsent[0]) is not Sent.FULL:
             self._unsent.popleft()
 
-    def _try_send(self, frames: list[bytes]) -> Sent:
+    def _try_send(self, frames: list[Frame]) -> Sent:
         sent = self._requests.try_send(frames)
         if sent is Sent.OK:
-            self._sent.count(rank_of_identity(frames[0]))
+            self._sent.count(rank_of_identity(bytes(frames[0])))
         return sent
 
     # ---------------------------------------------------------------------------------- receiving
@@ -245,40 +270,67 @@ class MPClient(EngineCoreClient):
     def _on_greeting(self, frames: list[bytes]) -> None:
         """The first message of an engine on its request link: from now on we may speak."""
         try:
-            response = self._decode_ready.decode(frames[-1])
-            engine = self._engines.get(rank_of_identity(frames[0]))
+            identity, payload = frames
+            response = self._decode_ready.decode(payload)
+            response.verify()
+            engine = self._engines.get(rank_of_identity(identity))
         except (ProtocolError, ValueError) as error:
             self._drop("a greeting", error)
             return
-        with self._lock:
+        with self._changed:
             if engine is None or engine.rank != response.rank:
                 self._drop("a greeting", f"no engine of rank {response.rank} is expected")
                 return
+            is_other = engine.incarnation not in (None, response.incarnation)
+            if is_other and (self._launched is not None or engine.death is None):
+                self._drop("a greeting", f"from an old engine of rank {response.rank}")
+                return
             engine.incarnation, engine.ready = response.incarnation, response
             self._sent.begin(engine.rank, response.incarnation)
+            self._wake_receiver()
 
     def _on_output(self, frames: list[bytes]) -> None:
         try:
-            if frames[0] == ENGINE_CORE_DEAD:
-                self._engine_died(self._decode_death.decode(frames[-1]))
+            if frames[0] == ENGINE_CORE_DEAD and len(frames) == 2:
+                self._on_last_words(self._decode_death.decode(frames[1]))
                 return
+            if len(frames) != 1:
+                raise ProtocolError(f"outputs have one frame, got {len(frames)}")
             outputs = self._decode_outputs.decode(frames[0])
         except ProtocolError as error:
             self._drop("a message", error)
             return
-        with self._lock:
+        with self._changed:
+            if isinstance(self._error, UnavailableError):
+                return  # closed; engines that end in order may still have something to say
             engine = self._engines.get(outputs.rank)
             if engine is None or engine.incarnation != outputs.incarnation:
                 self._drop("outputs", f"from an old engine of rank {outputs.rank}")
                 return
             if outputs.utility is not None:
-                self._calls.complete(outputs.utility)
+                if not self._calls.complete(outputs.rank, outputs.utility):
+                    self._drop("an answer", "nobody waits for it")
                 return
             if len(self._queue) < _MAX_QUEUED:
                 self._queue.append(outputs)
             else:
                 append_or_merge(self._queue, outputs)
             self._wake_receiver()
+
+    def _on_last_words(self, death: EngineDeath) -> None:
+        engine = self._engines.get(death.rank)
+        if engine is None or engine.incarnation not in (None, death.incarnation):
+            self._drop("a death", f"of an old or unknown engine of rank {death.rank}")
+        else:
+            self._engine_died(death)
+
+    def _take(self) -> EngineCoreOutputs | None:
+        """The next outputs, or None: there are none yet. Raises what every call raises."""
+        with self._changed:
+            if self._queue:
+                return self._queue.popleft()
+            self._check()
+            return None
 
     def _drop(self, what: str, why: object) -> None:
         self.num_dropped_messages += 1
@@ -307,11 +359,27 @@ class MPClient(EngineCoreClient):
 
     def _fail_all(self, error: TrimaranError) -> None:
         """From now on every call raises ``error``; the first one stays, but for a close."""
-        with self._lock:
+        with self._changed:
             if self._error is None or isinstance(error, UnavailableError):
                 self._error = error
             self._calls.fail(error)
             self._wake_receiver()
+
+    def _close(self) -> None:
+        """From now on every call says that this client is closed."""
+        with self._changed:
+            self._queue.clear()
+            self._fail_all(UnavailableError("this client is closed"))
+
+
+def _died(*deaths: EngineDeath) -> EngineDeadError:
+    last = deaths[-1]
+    return EngineDeadError(
+        f"engine rank {last.rank} died",
+        rank=last.rank,
+        incarnation=last.incarnation,
+        cause=last.cause,
+    )
 
 
 def weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -5,39 +5,29 @@ by AsyncLLM.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 from trimaran.client.core_client import DEFAULT_CONTROL_TIMEOUT_S
-from trimaran.client.mp import MPClient, weakly
+from trimaran.client.mp import CAUSE_TIMEOUT_S, MPClient, weakly
 from trimaran.client.utility_calls import no_answer
-from trimaran.config import EngineConfig
-from trimaran.errors import DeadlineExceededError, UnavailableError
-from trimaran.ipc.sockets import AsyncReceiver
-from trimaran.launch.links import ClientLinks
+from trimaran.errors import DeadlineExceededError, EngineDeadError
+from trimaran.ipc.sockets import AsyncReceiver, runs_here
 from trimaran.messages import (
     ControlOperation,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDeath,
 )
 
 
 class AsyncMPClient(MPClient):
     """For asyncio: all but construction and ``ready`` in one event loop (S20)."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        links: ClientLinks | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(config, links, **options)
+    def _open_receiver(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._arrived = asyncio.Event()
-        self._greeted = asyncio.Event()
+        self._woken = asyncio.Event()
         self._receivers = (
-            AsyncReceiver(self._requests, weakly(self._on_request_link)),
+            AsyncReceiver(self._requests, weakly(self._on_greeting)),
             AsyncReceiver(self._outputs, weakly(self._on_output)),
         )
         for receiver in self._receivers:
@@ -55,9 +45,7 @@ class AsyncMPClient(MPClient):
                     # Shielded: who gives up waiting does not take the result from the monitor.
                     await asyncio.shield(asyncio.wrap_future(self._launched.ready))
                 while self._missing:
-                    self._check()
-                    self._greeted.clear()
-                    await self._greeted.wait()
+                    await self._wait()
         except TimeoutError as error:
             await self.shutdown_async()
             if isinstance(error, DeadlineExceededError):
@@ -68,24 +56,34 @@ class AsyncMPClient(MPClient):
             raise
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        self._add_request(request)
+        sent = self._add_request(request)
         self._receivers[0].poke()
+        if not sent:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CAUSE_TIMEOUT_S):
+                    while True:
+                        await self._wait()
+            raise EngineDeadError("the engine is not connected")
 
     async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
         self._abort_requests(request_ids)
         self._receivers[0].poke()
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        while not self._queue:
-            self._check()
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._queue.popleft()
+        while (outputs := self._take()) is None:
+            await self._wait()
+        return outputs
+
+    async def _wait(self) -> None:
+        """For any news. Raises what every call raises, once there is something to raise."""
+        self._check()
+        self._woken.clear()
+        await self._woken.wait()
 
     async def control_async(
         self, operation: ControlOperation, timeout_s: float = DEFAULT_CONTROL_TIMEOUT_S
     ) -> list[object]:
-        futures = self._start_control(operation)
+        futures, timeout_s = self._start_control(operation, timeout_s)
         self._receivers[0].poke()
         try:
             async with asyncio.timeout(timeout_s):
@@ -96,27 +94,21 @@ class AsyncMPClient(MPClient):
             self._forget_calls(futures)
 
     async def shutdown_async(self) -> None:
-        self._fail_all(UnavailableError("this client is closed"))
+        self._close()
         for receiver in self._receivers:
             receiver.stop()
-        # The rest waits for processes to end, which is nothing for the event loop.
-        await asyncio.to_thread(self._finalizer)
+        # The rest waits for processes to end, which is nothing for the event loop. Shielded: who
+        # gives up waiting for it does not stop it.
+        await asyncio.shield(asyncio.to_thread(self.resources))
 
     def shutdown(self) -> None:
-        """For when no event loop runs any more."""
-        self._fail_all(UnavailableError("this client is closed"))
-        self._finalizer()
-
-    def _on_request_link(self, frames: list[bytes]) -> None:
-        self._on_greeting(frames)
-        self._greeted.set()
-
-    def _on_child_end(self, death: EngineDeath) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._engine_died, death)
-        else:
-            self._engine_died(death)
+        """From any thread, or when no event loop runs any more."""
+        self._close()
+        self.resources()
 
     def _wake_receiver(self) -> None:
-        self._arrived.set()
-        self._greeted.set()
+        if self._loop is None or runs_here(self._loop):
+            self._woken.set()
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits in it
+            self._loop.call_soon_threadsafe(self._woken.set)

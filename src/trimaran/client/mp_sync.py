@@ -6,44 +6,31 @@ Owns: the thread that drains the output link, and the waiting. Chosen by
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from trimaran.client.core_client import DEFAULT_CONTROL_TIMEOUT_S
-from trimaran.client.mp import MPClient, weakly
+from trimaran.client.mp import CAUSE_TIMEOUT_S, MPClient, weakly
 from trimaran.client.utility_calls import no_answer
 from trimaran.clock import SYSTEM_CLOCK
-from trimaran.config import EngineConfig
-from trimaran.errors import DeadlineExceededError, UnavailableError
+from trimaran.errors import DeadlineExceededError, EngineDeadError
 from trimaran.ipc.sockets import Context, Poller, Socket
-from trimaran.launch.links import ClientLinks
 from trimaran.messages import (
     ControlOperation,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDeath,
 )
 
-_POLL_S = 0.1
+# Between an engine's "ready" to its launcher and its greeting, which lie moments apart. The request
+# link is read under the lock, not waited on: another thread may close it meanwhile.
+_GREETING_POLL_S = 0.005
 _THREAD_END_TIMEOUT_S = 5.0
 
 
 class SyncMPClient(MPClient):
     """For callers that wait: outputs are drained by a thread (S20, S23)."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        links: ClientLinks | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(config, links, **options)
-        self._arrived = threading.Condition(self._lock)
-        try:
-            reader = _OutputReader(self._context, self._outputs, weakly(self._on_output))
-            self.resources.push("the output thread", reader.close)
-        except BaseException:
-            self._finalizer()
-            raise
+    def _open_receiver(self) -> None:
+        reader = _OutputReader(self._context, self._outputs, weakly(self._on_output))
+        self.resources.push("the output thread", reader.close)
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         self._check()
@@ -52,12 +39,15 @@ class SyncMPClient(MPClient):
             deadline = SYSTEM_CLOCK.monotonic() + timeout_s
             if self._launched is not None:
                 self._launched.ready.result(timeout_s)
-            while self._missing:
-                self._check()
-                if SYSTEM_CLOCK.monotonic() > deadline:
-                    raise TimeoutError
-                if frames := self._requests.receive(_POLL_S):
-                    self._on_greeting(frames)
+            with self._changed:
+                while self._missing:
+                    self._check()
+                    if SYSTEM_CLOCK.monotonic() > deadline:
+                        raise TimeoutError
+                    if frames := self._requests.try_receive():
+                        self._on_greeting(frames)
+                    else:
+                        self._changed.wait(_GREETING_POLL_S)
         except TimeoutError as error:
             self.shutdown()
             if isinstance(error, DeadlineExceededError):
@@ -68,24 +58,27 @@ class SyncMPClient(MPClient):
             raise
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        self._add_request(request)
+        if not self._add_request(request):
+            with self._changed:
+                self._changed.wait_for(lambda: self._error, CAUSE_TIMEOUT_S)
+                self._check()
+            raise EngineDeadError("the engine is not connected")
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         self._abort_requests(request_ids)
 
     def get_output(self, timeout_s: float | None = None) -> EngineCoreOutputs:
-        with self._lock:
-            if not self._arrived.wait_for(lambda: self._queue or self._error, timeout_s):
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._queue or self._error, timeout_s):
                 raise DeadlineExceededError(f"no output in {timeout_s:g} s")
-            if self._queue:
-                return self._queue.popleft()
-            self._check()
-        raise AssertionError("woken without outputs or error")
+            outputs = self._take()
+        assert outputs is not None, "woken without outputs or error"
+        return outputs
 
     def control(
         self, operation: ControlOperation, timeout_s: float = DEFAULT_CONTROL_TIMEOUT_S
     ) -> list[object]:
-        futures = self._start_control(operation)
+        futures, timeout_s = self._start_control(operation, timeout_s)
         deadline = SYSTEM_CLOCK.monotonic() + timeout_s
         try:
             return [
@@ -97,14 +90,11 @@ class SyncMPClient(MPClient):
             self._forget_calls(futures)
 
     def shutdown(self) -> None:
-        self._fail_all(UnavailableError("this client is closed"))
-        self._finalizer()
-
-    def _on_child_end(self, death: EngineDeath) -> None:
-        self._engine_died(death)
+        self._close()
+        self.resources()
 
     def _wake_receiver(self) -> None:
-        self._arrived.notify_all()
+        self._changed.notify_all()
 
 
 class _OutputReader:
@@ -120,7 +110,12 @@ class _OutputReader:
         self._thread = threading.Thread(
             target=self._read, name="process_outputs_socket", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._stop.close()
+            self._stopped.close()
+            raise
 
     def close(self) -> None:
         self._closing = True

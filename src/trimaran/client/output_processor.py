@@ -7,18 +7,20 @@ take costs others nothing: what it has not taken is merged into one item.
 """
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Protocol
 
 from trimaran.client.outputs import (
+    ChoiceTimeline,
     CompletionOutput,
     PositionLogprobs,
     RequestOutput,
-    RequestTiming,
+    RequestTimeline,
     TokenLogprob,
 )
 from trimaran.clock import SYSTEM_CLOCK, Clock
-from trimaran.errors import RequestFailedError, TrimaranError
+from trimaran.errors import ProtocolError, RequestFailedError, TrimaranError
 from trimaran.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -50,8 +52,8 @@ class _Choice:
     """One sequence of a request: its tokens, and the text they have become."""
 
     __slots__ = (
-        "detokenizer", "finish_reason", "index", "last_token_at", "logprobs", "parts", "request",
-        "stop", "stop_reason", "stream", "taken_logprobs", "taken_parts", "taken_tokens",
+        "detokenizer", "finish_reason", "index", "logprobs", "parts", "request", "stop",
+        "stop_reason", "stream", "taken_logprobs", "taken_parts", "taken_tokens", "timeline",
         "token_ids",
     )  # fmt: skip
 
@@ -62,8 +64,8 @@ class _Choice:
         self.stream = stream
         self.request = request
         self.index = request.choice_index
-        self.last_token_at = 0.0  # wall seconds; 0: none yet
-        self.token_ids: list[int] = list(request.prior_output_ids)
+        self.timeline = ChoiceTimeline(request.choice_index)
+        self.token_ids: list[int] = []
         self.parts: list[str] = []
         self.logprobs: list[PositionLogprobs] = []
         self.taken_tokens = self.taken_parts = self.taken_logprobs = 0
@@ -73,16 +75,24 @@ class _Choice:
         self.stop: StopChecker | None = None
         if params.detokenize:
             # A completion reads on from its prompt; an answer in a chat is a text of its own.
-            before = request.prompt_token_ids if stream.continues_prompt else ()
+            # Placeholders of embeddings have no text.
+            continues = stream.continues_prompt and request.prompt_embeds is None
+            before = request.prompt_token_ids if continues else ()
             self.detokenizer = IncrementalDetokenizer(
                 tokenizer, before, skip_special_tokens=params.skip_special_tokens
             )
         if params.stop:
             self.stop = StopChecker(params.stop, include_stop=params.include_stop_str_in_output)
+        if prior := request.prior_output_ids:
+            # Its consumer has them: the text and what stop strings look at go on from there.
+            self._push(prior, len(prior))
+            self.taken_tokens, self.taken_parts = len(self.token_ids), len(self.parts)
 
     def receive(self, output: EngineCoreOutput, tokenizer: Tokenizer) -> bool:
         """Take in new tokens; True if a stop string ended the choice before the engine did."""
         params = self.stream.params
+        if self.finish_reason is not None:
+            return True  # by a stop string in what came before it was resumed
         # A resend starts at an index already received: what is known is dropped, never doubled.
         known = len(self.token_ids) - output.first_index
         if known < 0:
@@ -90,21 +100,17 @@ class _Choice:
                 f"tokens {len(self.token_ids)} to {output.first_index - 1} of a request were lost"
             )
         new_ids = output.new_token_ids[known:] if known else output.new_token_ids
-        text_ids = new_ids
+        num_text_ids = len(new_ids)
         if (
             output.finish_reason is FinishReason.STOP
             and new_ids
             and not params.include_stop_str_in_output
         ):
-            text_ids = new_ids[:-1]  # the token that ended it is no part of the text
-        if self.stop is None or self.stream.min_tokens_pending(len(self.token_ids)):
-            self.token_ids += new_ids
-            if self.detokenizer is not None and text_ids:
-                self._emit(self.detokenizer.push(text_ids))
-        elif self._push_until_stop(new_ids, len(text_ids)):
-            self._add_logprobs(output.logprobs, known, tokenizer)
-            return output.finish_reason is None
+            num_text_ids -= 1  # the token that ended it is no part of the text
+        stopped = self._push(new_ids, num_text_ids)
         self._add_logprobs(output.logprobs, known, tokenizer)
+        if stopped:
+            return output.finish_reason is None
         if output.finish_reason is not None:
             self._finish(str(output.finish_reason), output.stop_reason)
         return False
@@ -112,6 +118,19 @@ class _Choice:
     def _emit(self, text: str) -> None:
         if text:
             self.parts.append(text)
+
+    def _push(self, new_ids: list[int], num_text_ids: int) -> bool:
+        """True if a stop string ended the choice."""
+        exempt = len(new_ids)
+        if self.stop is not None:  # not looked for before min_tokens
+            exempt = max(0, self.stream.params.min_tokens - len(self.token_ids))
+        head = new_ids[:exempt]
+        self.token_ids += head
+        if self.detokenizer is not None and (text_ids := head[:num_text_ids]):
+            self._emit(self.detokenizer.push(text_ids))
+        return exempt < len(new_ids) and self._push_until_stop(
+            new_ids[exempt:], num_text_ids - exempt
+        )
 
     def _push_until_stop(self, new_ids: list[int], num_text_ids: int) -> bool:
         # Token by token, so that nothing after a stop string is counted or returned.
@@ -185,8 +204,9 @@ class RequestStream:
         on_news: Callable[[], None],
         *,
         continues_prompt: bool = True,
+        timeline: RequestTimeline | None = None,
     ) -> None:
-        """``on_news`` is called when ``take`` may have something."""
+        """``on_news`` is called when ``take`` may have something. ``timeline``: as begun."""
         self.continues_prompt = continues_prompt
         self.request_id = request_id
         self.prompt = prompt
@@ -194,8 +214,8 @@ class RequestStream:
         self.params = params
         self.choices: list[_Choice] = []
         self.error: Exception | None = None
-        self.timing = RequestTiming(arrival=requests[0].arrival_time)
-        self.num_cached_tokens = 0
+        self.timeline = timeline or RequestTimeline(requests[0].arrival_time)
+        self.timeline.num_prompt_tokens = len(requests[0].prompt_token_ids)
         self.num_unfinished = len(requests)
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
         self._on_news = on_news
@@ -203,10 +223,6 @@ class RequestStream:
     @property
     def finished(self) -> bool:
         return self.num_unfinished == 0
-
-    def min_tokens_pending(self, num_tokens: int) -> bool:
-        """Whether stop strings are not looked for yet."""
-        return num_tokens < self.params.min_tokens
 
     def notify(self) -> None:
         if self.params.output_kind is not RequestOutputKind.FINAL_ONLY or self.finished:
@@ -240,10 +256,10 @@ class RequestStream:
             self.requests[0].prompt_token_ids,
             outputs,
             self.finished,
-            self.num_cached_tokens,
+            self.timeline.num_cached_tokens,
             sum([len(choice.token_ids) for choice in self.choices]),
             prompt_logprobs,
-            self.timing,
+            self.timeline,
         )
 
     def set_prompt_logprobs(self, columns: TokenLogprobs, tokenizer: Tokenizer) -> None:
@@ -269,22 +285,31 @@ class OutputProcessor:
     def add(self, stream: RequestStream) -> None:
         """Register before the requests are submitted, so that no output finds nobody."""
         stream.choices = [_Choice(stream, r, self._tokenizer) for r in stream.requests]
+        stream.timeline.choices = [choice.timeline for choice in stream.choices]
         for choice in stream.choices:
             self._choices[choice.request.request_id] = choice
 
     def remove(self, stream: RequestStream) -> list[str]:
         """Forget a stream whose consumer left; the internal ids the engine must abort."""
-        gone = [r.request_id for r in stream.requests if self._choices.pop(r.request_id, None)]
-        if gone and self._metrics is not None:
-            self._report_finished(stream, "abort")
-        return gone
+        return self._end_early(stream, "abort")
 
-    def fail_all(self, error: Exception) -> None:
+    def fail_all(self, error: TrimaranError) -> None:
         """The engine is gone: every unfinished stream ends with its error."""
         streams = {id(choice.stream): choice.stream for choice in self._choices.values()}
-        self._choices.clear()
         for stream in streams.values():
-            stream.fail(error)
+            self._end_early(stream, "error")
+            stream.fail(error.again())  # raised in as many tasks as there are streams
+
+    def _end_early(self, stream: RequestStream, reason: str) -> list[str]:
+        now = self._clock.wall()
+        gone = []
+        for choice in stream.choices:
+            if self._choices.pop(choice.request.request_id, None) is not None:
+                choice.timeline.finished, choice.timeline.finish_reason = now, reason
+                gone.append(choice.request.request_id)
+        if gone:
+            self._report_finished(stream, reason)
+        return gone
 
     def process(self, message: EngineCoreOutputs) -> list[str]:
         """Take in one engine message; the internal ids to abort (ended by a stop string)."""
@@ -301,7 +326,7 @@ class OutputProcessor:
                     raise RequestFailedError(output.error or "the request failed in the engine")
                 self._process_one(choice, output, now, to_abort)
             except TrimaranError as error:
-                to_abort += self.remove(choice.stream)
+                to_abort += self._end_early(choice.stream, "error")
                 choice.stream.fail(error)
         return to_abort
 
@@ -309,45 +334,78 @@ class OutputProcessor:
         self, choice: _Choice, output: EngineCoreOutput, now: float, to_abort: list[str]
     ) -> None:
         stream = choice.stream
-        self._mark_times(choice, output, now)
+        _verify(output)
+        self._mark(choice, output, now)
         if output.prompt_logprobs is not None:
             stream.set_prompt_logprobs(output.prompt_logprobs, self._tokenizer)
         if choice.receive(output, self._tokenizer):
             to_abort.append(output.request_id)
+        timeline = choice.timeline
+        timeline.num_output_tokens = len(choice.token_ids)
         if choice.finish_reason is not None:
+            timeline.finished, timeline.finish_reason = now, choice.finish_reason
             del self._choices[output.request_id]
             stream.num_unfinished -= 1
-            if stream.finished and self._metrics is not None:
+            if stream.finished:
                 self._report_finished(stream, choice.finish_reason)
         stream.notify()
 
-    def _mark_times(self, choice: _Choice, output: EngineCoreOutput, now: float) -> None:
-        timing = choice.stream.timing
-        if output.scheduled_at and not timing.scheduled:
-            timing.queued, timing.scheduled = output.queued_at, output.scheduled_at
-            choice.stream.num_cached_tokens = output.num_cached_tokens
+    def _mark(self, choice: _Choice, output: EngineCoreOutput, now: float) -> None:
+        """Keep the timeline; what the metrics are told is read from it."""
+        whole, timeline = choice.stream.timeline, choice.timeline
+        if output.scheduled_at:
+            if not timeline.scheduled:
+                if not whole.scheduled:
+                    whole.num_cached_tokens = output.num_cached_tokens
+                timeline.queued, timeline.scheduled = output.queued_at, output.scheduled_at
+                timeline.num_cached_tokens = output.num_cached_tokens
+            timeline.first_token = timeline.first_token or output.first_token_at
+            timeline.num_preemptions = output.num_preemptions
         count = len(output.new_token_ids)
         if not count:
             return
-        if not timing.first_token:
-            timing.first_token = choice.last_token_at = now
+        before = timeline.last_token
+        if not timeline.first_token_received:
+            # The request's first token is one choice's; the others' first come after it.
+            before = whole.first_token_received
+            timeline.first_token_received = now
+        timeline.last_token = now
+        if self._metrics is None:
+            return
+        if not before:
+            self._metrics.on_first_token(whole.first_token_received - whole.received)
+            before = now
             count -= 1
-            if self._metrics is not None:
-                self._metrics.on_first_token(now - timing.arrival)
-        if count and self._metrics is not None:
-            self._metrics.on_tokens(count, now - (choice.last_token_at or timing.first_token))
-        choice.last_token_at = timing.last_token = now
+        if count:
+            self._metrics.on_tokens(count, now - before)
 
     def _report_finished(self, stream: RequestStream, reason: str) -> None:
-        assert self._metrics is not None
-        timing = stream.timing
+        if self._metrics is None:
+            return
+        timeline = stream.timeline
         self._metrics.on_finished(
             reason,
-            len(stream.requests[0].prompt_token_ids),
-            sum(len(choice.token_ids) for choice in stream.choices),
-            self._clock.wall() - timing.arrival,
-            max(0.0, timing.scheduled - timing.arrival) if timing.scheduled else 0.0,
+            timeline.num_prompt_tokens,
+            timeline.num_output_tokens,
+            timeline.finished - timeline.received,
+            timeline.scheduled - timeline.received if timeline.scheduled else 0.0,
         )
+
+
+def _verify(output: EngineCoreOutput) -> None:
+    """Raise ProtocolError: no engine of ours sends this."""
+    count = len(output.new_token_ids)
+    if output.first_index < 0:
+        raise ProtocolError(f"outputs from the token with the index {output.first_index}")
+    for columns in (output.logprobs, output.prompt_logprobs):
+        if columns is None:
+            continue
+        sizes = {len(columns.token_ids), len(columns.logprobs), len(columns.ranks)}
+        if len(sizes) > 1 or (columns is output.logprobs and sizes != {count}):
+            raise ProtocolError(f"log-probabilities of {sorted(sizes)} tokens for {count}")
+        for ids, values in zip(columns.token_ids, columns.logprobs, strict=True):
+            if not ids or len(ids) != len(values) or any(map(math.isnan, values)):
+                raise ProtocolError("log-probabilities that are not numbers, one a token")
 
 
 def position_logprobs(columns: TokenLogprobs, tokenizer: Tokenizer) -> list[PositionLogprobs]:

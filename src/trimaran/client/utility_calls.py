@@ -9,10 +9,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import msgspec
-
-from trimaran.client.core_client import RESULT_TYPES
-from trimaran.errors import DeadlineExceededError, ProtocolError, RequestFailedError, TrimaranError
+from trimaran.errors import (
+    ConflictError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    ProtocolError,
+    RequestFailedError,
+    TrimaranError,
+)
+from trimaran.ipc.codec import Decoder
 from trimaran.messages import ControlOperation, UtilityOutput
 
 
@@ -34,21 +39,25 @@ class UtilityCalls:
         self._calls[call_id] = _Call(future, rank, operation)
         return call_id, future
 
-    def complete(self, output: UtilityOutput) -> None:
-        call = self._calls.pop(output.call_id, None)
-        if call is None:
-            return  # its caller gave up
-        name = type(call.operation).__name__
+    def complete(self, rank: int, output: UtilityOutput) -> bool:
+        """False: this engine was not asked, or its caller gave up."""
+        call = self._calls.get(output.call_id)
+        if call is None or call.rank != rank:
+            return False
+        del self._calls[output.call_id]
         if output.error is not None:
-            _fail(call.future, RequestFailedError(f"{name}: {output.error_type}: {output.error}"))
-            return
+            error_type = output.error_type or "an error"
+            _fail(call.future, operation_failed(call.operation, error_type, output.error))
+            return True
         try:
-            result = msgspec.msgpack.decode(output.result, type=RESULT_TYPES[type(call.operation)])
-        except msgspec.MsgspecError as error:
+            result = Decoder[object](call.operation.result_type).decode(output.result)
+        except ProtocolError as error:
+            name = type(call.operation).__name__
             _fail(call.future, ProtocolError(f"{name}: its result is malformed: {error}"))
-            return
+            return True
         if call.future.set_running_or_notify_cancel():
             call.future.set_result(result)
+        return True
 
     def forget(self, futures: "Sequence[Future[object]]") -> None:
         """Nobody waits for these any more."""
@@ -64,10 +73,22 @@ class UtilityCalls:
                 _fail(call.future, error)
 
 
+# Errors of the caller, raised by whatever carries an operation out, stay what they are.
+_CALLERS_ERRORS = {error.__name__: error for error in (InvalidRequestError, ConflictError)}
+
+
+def operation_failed(operation: ControlOperation, error_type: str, text: str) -> TrimaranError:
+    """What a caller gets for an exception in the engine, given by its type's name and its text."""
+    name = type(operation).__name__
+    if error_type in _CALLERS_ERRORS:
+        return _CALLERS_ERRORS[error_type](f"{name}: {text}")
+    return RequestFailedError(f"{name}: {error_type}: {text}")
+
+
 def no_answer(operation: ControlOperation, timeout_s: float) -> DeadlineExceededError:
     return DeadlineExceededError(f"{type(operation).__name__}: no answer in {timeout_s:g} s")
 
 
 def _fail(future: "Future[object]", error: TrimaranError) -> None:
     if future.set_running_or_notify_cancel():
-        future.set_exception(error)
+        future.set_exception(error.again())

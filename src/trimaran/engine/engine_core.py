@@ -7,21 +7,28 @@ process of its own, EngineCoreProc does and stamps rank and incarnation on what 
 
 import importlib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import assert_never, cast
 
 from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
+from trimaran.engine.out_of_memory import memory_explained
 from trimaran.engine.progress import WorkProgress
-from trimaran.errors import InvalidRequestError
+from trimaran.engine.request_checks import verify_request
+from trimaran.engine.sleep import SleepControl
 from trimaran.executor.base import Executor, ProgressCallback, UnitCallback
 from trimaran.messages import (
     ControlOperation,
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreReadyResponse,
     EngineCoreRequest,
     Ping,
+    Profile,
     ResetPrefixCache,
     SchedulerStats,
+    Sleep,
+    WakeUp,
 )
 from trimaran.scheduling.kv_cache_manager import KVCacheManager
 from trimaran.scheduling.kv_layout import plan_kv_cache
@@ -38,6 +45,10 @@ def make_executor(config: EngineConfig, on_unit: UnitCallback = lambda _: None) 
     """The executor that --distributed-executor-backend names, not loaded yet."""
     module, _, name = EXECUTORS[config.executor.distributed_executor_backend].partition(":")
     return cast(Executor, getattr(importlib.import_module(module), name)(config, on_unit))
+
+
+_MODEL_HINT = "use a smaller model, or one with fewer bits a weight"
+_CACHE_HINT = "give the KV cache less with --kv-cache-memory-bytes, or use a smaller model"
 
 
 def _no_progress(phase: str, share: float, detail: str) -> None:
@@ -88,14 +99,17 @@ class EngineCore:
             began = now
 
         with self._progress.operation():
-            self.facts = self._executor.load(on_progress)
+            with memory_explained("loading the model", _MODEL_HINT):
+                self.facts = self._executor.load(on_progress)
             phase_done("loading")
             self.kv_config, self.max_model_len = plan_kv_cache(
                 self.facts, config, num_engines_on_host=self._num_engines_on_host
             )
-            self._executor.initialize_kv_cache(self.kv_config)
+            with memory_explained("making the KV cache", _CACHE_HINT):
+                self._executor.initialize_kv_cache(self.kv_config)
             phase_done("KV cache")
-        self._executor.warm_up(on_progress)
+        with memory_explained("warming up", _CACHE_HINT):
+            self._executor.warm_up(on_progress)
         phase_done("warming up")
         self._scheduler = Scheduler(
             config.scheduler,
@@ -107,6 +121,7 @@ class EngineCore:
             max_model_len=self.max_model_len,
             clock=self._clock,
         )
+        self._sleep = SleepControl(self._scheduler, self._executor, on_progress)
 
     def ready_response(
         self, rank: int, incarnation: int, phases: Sequence[tuple[str, float]] = ()
@@ -128,33 +143,26 @@ class EngineCore:
             phases=[*phases, *self.phases],
         )
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request for the next steps.
+    def add_request(self, request: EngineCoreRequest) -> EngineCoreOutput | None:
+        """Queue a request for the next steps, or for those after a sleep.
 
+        Returns its only output if there is nothing to do for it.
         Raises InvalidRequestError: it can never run here; nothing was queued.
         """
-        for field, token_ids in (
-            ("prompt", request.prompt_token_ids),
-            ("prior_output_ids", request.prior_output_ids),
-        ):
-            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.facts.vocab_size:
-                raise InvalidRequestError(
-                    f"{field} has token ids outside the vocabulary (0 to"
-                    f" {self.facts.vocab_size - 1}): from {min(token_ids)} to {max(token_ids)}",
-                    param=field,
-                )
-        request.sampling_params.verify_for_model(self.facts.vocab_size)
-        self._scheduler.add(request)
+        verify_request(request, self.facts)
+        return self._sleep.add(request)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Drop these, whatever they are doing; nothing more comes out for them."""
         self._scheduler.abort(request_ids)
+        self._sleep.abort(request_ids)
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        """Whether ``step`` would do something; not for requests that wait for a sleep to end."""
+        return self._scheduler.has_work() or self._sleep.has_work()
 
     def stats(self) -> SchedulerStats:
-        return self._scheduler.stats()
+        return self._sleep.complete(self._scheduler.stats())
 
     def step(self) -> dict[int, EngineCoreOutputs]:
         """Compute one step; returns what it brought, by client index, statistics with each.
@@ -162,13 +170,19 @@ class EngineCore:
         A step that brought no token yet (a long prompt) reports its statistics to client 0.
         Without work: nothing. Any exception leaves the engine in doubt; the caller ends it.
         """
-        if not self._scheduler.has_work():
+        if self._sleep.has_work():
+            with self._progress.operation():
+                outputs = self._sleep.step()
+        elif self._scheduler.has_work():
+            plan = self._scheduler.schedule()
+            self._progress.begin_step(plan.total_num_scheduled_tokens)
+            with memory_explained("computing a step", _CACHE_HINT):
+                computed = self._executor.execute(plan)
+            outputs = self._scheduler.update(plan, computed)
+            self._progress.end_step()
+        else:
             return {}
-        plan = self._scheduler.schedule()
-        self._progress.begin_step(plan.total_num_scheduled_tokens)
-        outputs = self._scheduler.update(plan, self._executor.execute(plan))
-        self._progress.end_step()
-        stats, now = self._scheduler.stats(), self._clock.wall()
+        stats, now = self.stats(), self._clock.wall()
         return {
             client: EngineCoreOutputs(
                 rank=0, incarnation=0, outputs=news, stats=stats, timestamp=now
@@ -176,13 +190,35 @@ class EngineCore:
             for client, news in (outputs or {0: []}).items()
         }
 
-    def control(self, operation: ControlOperation) -> object:
-        """Carry out an operation; the result is of the type that the operation documents."""
+    def control(self, operation: ControlOperation) -> "Future[object]":
+        """Carry out an operation; the future has its result, or what it raised.
+
+        Done on return, but for a Sleep: that one is done by the steps to come.
+        """
+        done: Future[object] = Future()
+        try:
+            result = self._carry_out(operation)
+        except Exception as error:  # noqa: BLE001  utility dispatch: the error is the caller's
+            done.set_exception(error)
+            return done
+        if isinstance(result, Future):
+            return result
+        done.set_result(result)
+        return done
+
+    def _carry_out(self, operation: ControlOperation) -> object:
         match operation:
             case ResetPrefixCache():
                 return self._scheduler.reset_prefix_cache()
             case Ping():
-                return self._scheduler.stats()
+                return self.stats()
+            case Sleep():
+                return self._sleep.sleep(operation)
+            case WakeUp():
+                self._sleep.wake_up()
+                return None
+            case Profile():
+                return self._executor.profile(operation.action)
             case _:
                 assert_never(operation)
 

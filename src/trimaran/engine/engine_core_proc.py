@@ -12,6 +12,9 @@ import logging
 import os
 import queue
 import signal
+from concurrent.futures import Future
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -31,6 +34,7 @@ from trimaran.ipc.progress_board import EngineCells
 from trimaran.ipc.sockets import Context
 from trimaran.logging import configure
 from trimaran.messages import (
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreReadyResponse,
     EngineCoreRequest,
@@ -39,11 +43,14 @@ from trimaran.messages import (
     UtilityCall,
     UtilityOutput,
 )
-from trimaran.process.failure import failure_of
+from trimaran.process.failure import failure_of, report_failure
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 30.0
+# A SIGTERM that comes just before the wait for work begins does not end that wait: its Python
+# handler runs when the wait does.
+_SIGNAL_TURN_S = 0.25
 _THREAD_END_TIMEOUT_S = 2.0
 
 
@@ -62,13 +69,13 @@ class EngineCoreProc:
     def __init__(self, spec: EngineSpec, clock: Clock = SYSTEM_CLOCK) -> None:
         self._spec = spec
         self._clock = clock
-        self._cells = EngineCells(spec.board, spec.rank)
-        self._progress = WorkProgress(self._cells, clock)
         self._context = Context()
         self._items: queue.SimpleQueue[WorkItem] = queue.SimpleQueue()
         self._launcher = LauncherLink(self._context, spec, os.getpid(), clock)
+        self._cells: EngineCells
+        self._progress: WorkProgress
         self._core: EngineCore
-        self._idle_stats = SchedulerStats()  # as last reported
+        self._reported = SchedulerStats()  # to all front ends
         self._num_clients = 0
         self._sender: OutputSender
         self._receiver: RequestReceiver
@@ -77,6 +84,9 @@ class EngineCoreProc:
         timeout_s = self._spec.config.launch.engine_ready_timeout_s
         addresses = self._launcher.introduce(timeout_s)
         self._num_clients = len(addresses.outputs)
+        # After the handshake: a rank that nobody expects has no row on the board.
+        self._cells = EngineCells(self._spec.board, self._spec.rank, num_clients=self._num_clients)
+        self._progress = WorkProgress(self._cells, self._clock)
         response = self._build_core()
         self._sender = OutputSender(self._context, addresses.outputs, self._thread_failed)
         self._receiver = RequestReceiver(
@@ -88,21 +98,19 @@ class EngineCoreProc:
             self._cells,
         )
         # Until here SIGTERM ends the process at once: there was nothing to end in order.
-        signal.signal(signal.SIGTERM, lambda *_: self._items.put(WorkItem(Work.STOP)))
-        self._sender.start()
-        self._receiver.start(Encoder().encode(response))
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
-            if not self._receiver.connected.wait(_CONNECT_TIMEOUT_S):
-                raise DeadlineExceededError(
-                    f"engine rank {self._spec.rank}: its request links were not open after"
-                    f" {_CONNECT_TIMEOUT_S:g} s"
-                )
+            self._sender.start()
+            self._receiver.start(Encoder().encode(response))
+            self._await_links()
             self._launcher.ready(response)
             # What was loaded stays for good: no collection has to look at it again.
             gc.collect()
             gc.freeze()
             self._run_busy_loop()
         except BaseException as error:
+            # Before anything else can go wrong, or take time.
+            report_failure(error)
             self._announce_death(error)
             raise
         else:
@@ -110,6 +118,24 @@ class EngineCoreProc:
         finally:
             with self._progress.operation():
                 self._close()
+
+    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        """The first ends the engine after its step; the second ends the process."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._items.put(WorkItem(Work.STOP))
+
+    def _await_links(self) -> None:
+        try:
+            item = self._items.get(timeout=_CONNECT_TIMEOUT_S)
+        except queue.Empty:
+            raise DeadlineExceededError(
+                f"engine rank {self._spec.rank}: its request links were not open after"
+                f" {_CONNECT_TIMEOUT_S:g} s"
+            ) from None
+        if item.work is Work.STOP:
+            self._items.put(item)  # to be taken in its turn
+        else:
+            self._apply(item.work, item.payload)
 
     def _build_core(self) -> EngineCoreReadyResponse:
         spawned = self._clock.wall() - self._spec.spawned_at
@@ -144,11 +170,13 @@ class EngineCoreProc:
         """
         while True:
             if idle := not self._core.has_work():
-                self._report_idle()
+                self._report(self._core.stats())
             self._progress.set_busy(not idle)
             try:
-                item = self._items.get(block=idle)
+                item = self._items.get(block=idle, timeout=_SIGNAL_TURN_S)
             except queue.Empty:
+                if idle:
+                    continue
                 return True
             if item.work is Work.STOP:
                 return False
@@ -156,12 +184,11 @@ class EngineCoreProc:
             if item.number:
                 self._cells.applied(item.number)
 
-    def _report_idle(self) -> None:
-        """Statistics otherwise come with outputs; aborts may leave nothing to put out."""
-        stats = self._core.stats()
-        if stats == self._idle_stats:
+    def _report(self, stats: SchedulerStats) -> None:
+        """Tell all: statistics otherwise come with outputs, and to whom those belong."""
+        if stats == self._reported:
             return
-        self._idle_stats = stats
+        self._reported = stats
         for client_index in range(self._num_clients):
             self._send(client_index, self._outputs(stats=stats))
 
@@ -169,33 +196,46 @@ class EngineCoreProc:
         match work:
             case Work.ADD:
                 try:
-                    self._core.add_request(payload)
+                    answer = self._core.add_request(payload)
                 except TrimaranError as error:
-                    self._fail_request(payload, error)
+                    answer = _refusal(payload, error)
+                if answer is not None:
+                    self._send(payload.client_index, self._outputs(outputs=[answer]))
             case Work.ABORT:
                 self._core.abort_requests(payload.request_ids)
             case Work.UTILITY:
                 with self._progress.operation():
-                    answer = self._control(payload)
-                self._send(payload.client_index, self._outputs(utility=answer))
+                    future = self._core.control(payload.operation)
+                self._report_sleep()
+                future.add_done_callback(partial(self._answer, payload))
+            case Work.CONNECTED:
+                pass
             case Work.FAILED:
                 raise payload
 
-    def _control(self, call: UtilityCall) -> UtilityOutput:
-        try:
-            result = self._core.control(call.operation)
-            return UtilityOutput(call.call_id, msgspec.msgpack.encode(result))
-        except Exception as error:  # noqa: BLE001  utility dispatch: the error is the caller's
+    def _report_sleep(self) -> None:
+        """Every front end knows that we sleep, or wake, before the one who asked is answered."""
+        stats, known = self._core.stats(), self._reported
+        if (stats.sleep_level, stats.is_falling_asleep) != (
+            known.sleep_level,
+            known.is_falling_asleep,
+        ):
+            self._report(stats)
+
+    def _answer(self, call: UtilityCall, future: "Future[object]") -> None:
+        self._report_sleep()
+        error = future.exception()
+        if error is None:
+            answer = UtilityOutput(call.call_id, msgspec.msgpack.encode(future.result()))
+        else:
             logger.warning("%s failed: %s", type(call.operation).__name__, error)
-            return UtilityOutput(call.call_id, error=str(error), error_type=type(error).__name__)
+            answer = UtilityOutput(call.call_id, error=str(error), error_type=type(error).__name__)
+        self._send(call.client_index, self._outputs(utility=answer))
 
     def _refuse(self, request: EngineCoreRequest) -> None:
         """Called in the input thread, where it finds the queue full."""
-        self._fail_request(request, OverloadedError("too many requests wait for this engine"))
-
-    def _fail_request(self, request: EngineCoreRequest, error: TrimaranError) -> None:
-        output = failed_output(request, error)
-        self._send(request.client_index, self._outputs(outputs=[output]))
+        error = OverloadedError("too many requests wait for this engine")
+        self._send(request.client_index, self._outputs(outputs=[_refusal(request, error)]))
 
     def _outputs(self, **content: Any) -> EngineCoreOutputs:
         return EngineCoreOutputs(
@@ -219,7 +259,16 @@ class EngineCoreProc:
         self._sender.announce_death(EngineDeath(self._spec.rank, self._spec.incarnation, cause))
 
     def _close(self) -> None:
-        self._sender.close(_THREAD_END_TIMEOUT_S)
-        self._receiver.close(_THREAD_END_TIMEOUT_S)
+        ended = [
+            self._sender.close(_THREAD_END_TIMEOUT_S),
+            self._receiver.close(_THREAD_END_TIMEOUT_S),
+        ]
         self._launcher.close()
-        self._context.close()
+        if all(ended):  # else the context would wait for their sockets, and the process for it
+            self._context.close()
+
+
+def _refusal(request: EngineCoreRequest, error: TrimaranError) -> EngineCoreOutput:
+    external_id = request.external_id
+    logger.warning("request %s refused: %s", external_id, error, extra={"request_id": external_id})
+    return failed_output(request, error)

@@ -4,6 +4,8 @@ Owns: hello, the wait for an answer, and progress in percent of the whole start.
 engine's main thread only; its other end is launch/handshake.py.
 """
 
+import logging
+
 from trimaran.clock import Clock
 from trimaran.engine.spec import EngineSpec, fingerprint
 from trimaran.errors import DeadlineExceededError, ProtocolError, StartupError
@@ -20,6 +22,8 @@ from trimaran.messages import (
     HandshakeMessage,
     HandshakeRefusal,
 )
+
+logger = logging.getLogger(__name__)
 
 # Phase -> (percent of the start where it begins, where it ends).
 _PHASES = {
@@ -39,6 +43,7 @@ class LauncherLink:
         self._pid = pid
         self._clock = clock
         self._encoder = Encoder()
+        self._decoder: Decoder[HandshakeMessage] = Decoder(HandshakeMessage)
         self._socket: Socket = context.dealer(spec.handshake_address, engine_identity(spec.rank))
         self._phase = "spawned"
         self._sent_at = 0.0
@@ -56,20 +61,24 @@ class LauncherLink:
             config_hash=fingerprint(self._spec.config),
         )
         self._send(hello)
-        frames = self._socket.receive(timeout_s)
-        if frames is None:
-            raise DeadlineExceededError(
-                f"engine rank {self._spec.rank} got no answer from its launcher at"
-                f" {self._spec.handshake_address} in {timeout_s:g} s"
-            )
-        answer = Decoder[HandshakeMessage](HandshakeMessage).decode(frames[-1])
-        match answer:
-            case EngineInit():
-                return answer.addresses
-            case HandshakeRefusal():
-                raise StartupError(f"the launcher refused this engine: {answer.reason}")
-            case _:
-                raise ProtocolError(f"the launcher answered with a {type(answer).__name__}")
+        deadline = self._clock.monotonic() + timeout_s
+        while (frames := self._socket.receive(deadline - self._clock.monotonic())) is not None:
+            try:
+                answer = self._decoder.decode(b"".join(frames))
+            except ProtocolError as error:
+                logger.warning("refused an answer of the launcher: %s", error)
+                continue
+            match answer:
+                case EngineInit():
+                    return answer.addresses
+                case HandshakeRefusal():
+                    raise StartupError(f"the launcher refused this engine: {answer.reason}")
+                case _:
+                    logger.warning("the launcher sent a %s", type(answer).__name__)
+        raise DeadlineExceededError(
+            f"engine rank {self._spec.rank} got no answer from its launcher at"
+            f" {self._spec.handshake_address} in {timeout_s:g} s"
+        )
 
     def progress(self, phase: str, share: float, detail: str = "") -> None:
         """Report; ``share`` of the phase is done (0 to 1). May be called as often as one likes."""

@@ -15,7 +15,8 @@ from trimaran.messages import ENGINE_CORE_DEAD, EngineCoreOutputs, EngineDeath
 
 # While a front end lags, how often its link is tried again.
 _RETRY_S = 0.005
-# At the end, how long messages already given to the links may take to leave.
+# How long the word of this engine's death may take to leave. Nobody is left to read anything else:
+# who ends an engine in order has closed its front ends.
 _LINGER_S = 1.0
 
 
@@ -52,10 +53,12 @@ class OutputSender:
         """The last message that this engine sends to anybody."""
         self._queue.put(death)
 
-    def close(self, timeout_s: float) -> None:
-        """Send what is queued, then end."""
+    def close(self, timeout_s: float) -> bool:
+        """Send what is queued, then end; whether the thread has ended, and with it its sockets."""
         self._queue.put(None)
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _main(self) -> None:
         try:
@@ -64,8 +67,10 @@ class OutputSender:
             self._on_failure(error)
 
     def _process_output_sockets(self) -> None:
-        self._links = [self._context.push(address) for address in self._addresses]
+        linger_s = 0.0
         try:
+            for address in self._addresses:
+                self._links.append(self._context.push(address))
             while True:
                 try:
                     item = self._queue.get(timeout=_RETRY_S if self._backlogs else None)
@@ -75,13 +80,14 @@ class OutputSender:
                 if item is None:
                     return
                 if isinstance(item, EngineDeath):
+                    linger_s = _LINGER_S
                     for link in self._links:
                         link.try_send([ENGINE_CORE_DEAD, self._encoder.encode(item)])
                     continue
                 self._send(*item)
         finally:
             for link in self._links:
-                link.close(_LINGER_S)
+                link.close(linger_s)
 
     def _send(self, client_index: int, outputs: EngineCoreOutputs) -> None:
         backlog = self._backlogs.get(client_index)

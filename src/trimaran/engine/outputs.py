@@ -5,7 +5,7 @@ not read as fast as the engine writes) and by the client (a consumer that does n
 the link brings); both then hold at most what the running requests can still produce.
 """
 
-from collections.abc import MutableSequence
+from collections.abc import Mapping, MutableSequence
 
 from trimaran.errors import TrimaranError
 from trimaran.messages import (
@@ -29,18 +29,31 @@ def failed_output(request: EngineCoreRequest, error: TrimaranError) -> EngineCor
 
 
 def append_or_merge(backlog: MutableSequence[EngineCoreOutputs], later: EngineCoreOutputs) -> None:
-    """Add to a backlog; joined to its last message where both are plain outputs of one engine."""
+    """Add to a backlog; joined to its last message where both are plain outputs of one engine.
+
+    Outputs that do not follow one another (a resend, a gap) stay apart: their reader judges them.
+    """
     if backlog:
         last = backlog[-1]
         same_engine = (last.rank, last.incarnation) == (later.rank, later.incarnation)
         if same_engine and last.utility is None and later.utility is None:
-            _merge_outputs(last, later)
-            return
+            known = {output.request_id: output for output in last.outputs}
+            if all(_follows(output, known.get(output.request_id)) for output in later.outputs):
+                _merge_outputs(last, known, later)
+                return
     backlog.append(later)
 
 
-def _merge_outputs(earlier: EngineCoreOutputs, later: EngineCoreOutputs) -> None:
-    known = {output.request_id: output for output in earlier.outputs}
+def _follows(later: EngineCoreOutput, earlier: EngineCoreOutput | None) -> bool:
+    return earlier is None or (
+        earlier.finish_reason is None
+        and later.first_index == earlier.first_index + len(earlier.new_token_ids)
+    )
+
+
+def _merge_outputs(
+    earlier: EngineCoreOutputs, known: Mapping[str, EngineCoreOutput], later: EngineCoreOutputs
+) -> None:
     for output in later.outputs:
         if output.request_id in known:
             _merge_output(known[output.request_id], output)
@@ -52,10 +65,6 @@ def _merge_outputs(earlier: EngineCoreOutputs, later: EngineCoreOutputs) -> None
 
 
 def _merge_output(earlier: EngineCoreOutput, later: EngineCoreOutput) -> None:
-    end = earlier.first_index + len(earlier.new_token_ids)
-    assert not later.new_token_ids or later.first_index == end, (later.first_index, end)
-    if not earlier.new_token_ids:
-        earlier.first_index = later.first_index
     # New lists: the step that made the old ones may still hold them.
     earlier.new_token_ids = earlier.new_token_ids + later.new_token_ids
     earlier.logprobs = _joined(earlier.logprobs, later.logprobs)
@@ -66,6 +75,8 @@ def _merge_output(earlier: EngineCoreOutput, later: EngineCoreOutput) -> None:
     earlier.num_cached_tokens = max(earlier.num_cached_tokens, later.num_cached_tokens)
     earlier.queued_at = earlier.queued_at or later.queued_at
     earlier.scheduled_at = earlier.scheduled_at or later.scheduled_at
+    earlier.first_token_at = earlier.first_token_at or later.first_token_at
+    earlier.num_preemptions = max(earlier.num_preemptions, later.num_preemptions)
 
 
 def _joined(earlier: TokenLogprobs | None, later: TokenLogprobs | None) -> TokenLogprobs | None:

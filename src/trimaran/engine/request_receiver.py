@@ -32,6 +32,7 @@ class Work(Enum):
     UTILITY = 2  # UtilityCall
     STOP = 3  # None: end in order
     FAILED = 4  # the exception that ended one of the threads
+    CONNECTED = 5  # None: the request links are open; comes before what they bring
 
 
 class WorkItem(NamedTuple):
@@ -64,7 +65,6 @@ class RequestReceiver:
         self._decode_abort: Decoder[AbortRequests] = Decoder(AbortRequests)
         self._decode_utility: Decoder[UtilityCall] = Decoder(UtilityCall)
         self.num_refused_frames = 0
-        self.connected = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, greeting: bytes) -> None:
@@ -74,11 +74,15 @@ class RequestReceiver:
         )
         self._thread.start()
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> bool:
+        """Whether the thread has ended, and with it its sockets."""
         self._stop.try_send([b""])
-        if self._thread is not None:
+        if self._thread is None:
+            self._stopped.close()
+        else:
             self._thread.join(timeout_s)
         self._stop.close()
+        return self._thread is None or not self._thread.is_alive()
 
     def _main(self, greeting: bytes) -> None:
         try:
@@ -92,11 +96,11 @@ class RequestReceiver:
         poller.register(self._stopped)
         try:
             for client_index, address in enumerate(self._addresses):
-                link = self._context.dealer(address, self._identity)
+                link = self._context.dealer(address, self._identity, takes_buffers=True)
                 links[link] = client_index
                 link.try_send([greeting])
                 poller.register(link)
-            self.connected.set()
+            self._items.put(WorkItem(Work.CONNECTED))
             while True:
                 self._cells.turned()
                 for source in poller.poll(_TURN_S):
@@ -109,9 +113,9 @@ class RequestReceiver:
                 socket.close()
 
     def _receive(self, link: Socket, client_index: int) -> None:
-        while (frames := link.try_receive()) is not None:
+        while (message := link.try_receive_buffers(2)) is not None:
             try:
-                self._take(self._item(frames, client_index))
+                self._take(self._item(*message, client_index))
             except ProtocolError as error:
                 self.num_refused_frames += 1
                 logger.warning(
@@ -129,14 +133,16 @@ class RequestReceiver:
         self._cells.queued(self._num_queued)
         self._items.put(item._replace(number=self._num_queued))
 
-    def _item(self, frames: list[bytes], client_index: int) -> WorkItem:
+    def _item(self, frames: list[bytes], buffers: list[memoryview], client_index: int) -> WorkItem:
         if len(frames) != 2:
-            raise ProtocolError(f"a request message has 2 frames, got {len(frames)}")
+            raise ProtocolError("a request message has at least 2 frames")
         kind, payload = frames
+        if buffers and kind != RequestType.ADD.value:
+            raise ProtocolError(f"only requests bring buffers, got {len(buffers)}")
         # The link is the truth about who asks; answers go back by it and nowhere else.
         match kind:
             case RequestType.ADD.value:
-                request = self._decode_add.decode(payload)
+                request = self._decode_add.decode(payload, buffers)
                 request.client_index = client_index
                 return WorkItem(Work.ADD, request)
             case RequestType.ABORT.value:

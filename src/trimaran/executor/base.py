@@ -1,13 +1,14 @@
 """The interface between the engine and whatever computes.
 
 Owns: the order of calls. ``load`` -> ``initialize_kv_cache`` -> ``warm_up`` -> any number of
-``execute`` -> ``shutdown``. Implementations: ``inproc`` (a worker in this process), ``mock``
-(deterministic fake tokens, torch-free). Chosen by the table in ``engine/engine_core.py`` and
-imported when chosen.
+``execute`` -> ``shutdown``. Between two executes: ``sleep`` (or two, deeper) -> ``wake_up``.
+``profile`` any time after ``load``. Implementations: ``inproc`` (a worker in this process),
+``mock`` (deterministic fake tokens, torch-free). Chosen by the table in ``engine/engine_core.py``
+and imported when chosen.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from trimaran.messages import (
     KVCacheConfig,
@@ -44,6 +45,29 @@ class Executor(Protocol):
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. Plans arrive in order; each is executed exactly once."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Give memory back: the KV cache (level 1), and the weights (level 2).
+
+        Every request has left by a plan executed before. Nothing is executed until ``wake_up``. Any
+        exception leaves the engine in doubt and ends it.
+        """
+        ...
+
+    def wake_up(self, on_progress: ProgressCallback) -> None:
+        """Take memory again, with nothing in the KV cache, and read the weights if need be.
+
+        Raises what ``load`` and ``initialize_kv_cache`` raise; still asleep then, and may be woken
+        again.
+        """
+        ...
+
+    def profile(self, action: Literal["start", "stop"]) -> str:
+        """Begin or end recording what the workers do; returns the file written at the end.
+
+        Raises ConflictError: started already, not started, or nothing here to record.
+        """
         ...
 
     def shutdown(self) -> None:

@@ -1,5 +1,7 @@
 """The executor of one worker in this process: nothing between a plan and its computation."""
 
+from typing import Literal
+
 from trimaran.config import EngineConfig
 from trimaran.executor.base import ProgressCallback, UnitCallback
 from trimaran.messages import KVCacheConfig, ModelFacts, ModelRunnerOutput, SchedulerOutput
@@ -24,7 +26,18 @@ class InprocExecutor:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         return self._open_worker().execute(plan)
 
+    def sleep(self, level: int) -> None:
+        self._open_worker().sleep(level)
+
+    def wake_up(self, on_progress: ProgressCallback) -> None:
+        self._open_worker().wake_up(on_progress)
+
+    def profile(self, action: Literal["start", "stop"]) -> str:
+        return self._open_worker().profile(action)
+
     def shutdown(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
         self.worker = None  # weights and KV cache go with it
 
     def _open_worker(self) -> Worker:

@@ -1,10 +1,10 @@
 """An executor without a model: tokens that look random and can be foretold.
 
 Owns: a fake model whose next token is a pure function of the last token, its position and the
-request's seed and choice. So a lost, doubled or reordered token changes everything behind it, while
-batching, chunking, preemption and resuming change nothing: a disturbed run is compared with
-an undisturbed one token by token. Used by process, load and chaos tests; chosen with
-``--distributed-executor-backend mock``. Torch-free.
+request's seed, choice and prompt_embeds. So a lost, doubled or reordered token, or a damaged byte,
+changes everything behind it, while batching, chunking, preemption and resuming change nothing: a
+disturbed run is compared with an undisturbed one token by token. Used by process, load and chaos
+tests; chosen with ``--distributed-executor-backend mock``. Torch-free.
 
 It honours what tests need to force an end: logit_bias (the highest positive bias wins), min_tokens,
 and never draws an EOS or stop token by chance. Other sampling parameters do not matter to it.
@@ -12,12 +12,17 @@ and never draws an EOS or stop token by chance. Other sampling parameters do not
 
 import math
 import time
+import zlib
 from collections.abc import Callable
+from typing import Literal
 
 from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
+from trimaran.errors import ConflictError
 from trimaran.executor.base import ProgressCallback, UnitCallback
+from trimaran.ipc.codec import Frame
 from trimaran.messages import (
+    AWAKE,
     KVCacheConfig,
     ModelFacts,
     ModelRunnerOutput,
@@ -46,6 +51,12 @@ def mock_token(last_token: int, position: int, salt: int) -> int:
     return FIRST_TOKEN + (mixed >> 32) % NUM_TOKENS
 
 
+def mock_salt(seed: int, choice_index: int = 0, prompt_embeds: Frame = b"") -> int:
+    """Of one stream: with embeddings, every one of their bytes matters to every token."""
+    checksum = zlib.crc32(prompt_embeds) * 0x9FB21C651E98DF25
+    return (seed * 0xD6E8FEB86659FD93 + choice_index + checksum) & _MASK
+
+
 class _Row:
     __slots__ = ("ending_ids", "forced", "min_len", "params", "prompt_len", "salt", "tokens")
 
@@ -54,7 +65,8 @@ class _Row:
         self.params = params
         self.tokens = list(data.token_ids)
         self.prompt_len = data.prompt_len
-        self.salt = ((params.seed or 0) * 0xD6E8FEB86659FD93 + data.choice_index) & _MASK
+        embeds = b"" if data.prompt_embeds is None else data.prompt_embeds.data.data
+        self.salt = mock_salt(params.seed or 0, data.choice_index, embeds)
         self.ending_ids = frozenset(data.eos_token_ids).union(params.stop_token_ids)
         self.min_len = data.prompt_len + params.min_tokens
         bias = max((params.logit_bias or {}).items(), key=lambda item: item[1], default=(0, 0.0))
@@ -88,6 +100,7 @@ class MockExecutor:
         self._sleep = sleep
         self._clock = clock
         self._rows: dict[str, _Row] = {}
+        self._sleep_level = AWAKE
         self._facts = ModelFacts(
             layout=make_kv_cache_layout(
                 [("full", 0), ("sliding", 64)],
@@ -114,6 +127,7 @@ class MockExecutor:
         on_progress("warming up", 1.0, "")
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        assert self._sleep_level == AWAKE, f"a plan while asleep at level {self._sleep_level}"
         deadline = self._clock.monotonic() + self._step_s
         rows = self._rows
         for request_id in plan.left_request_ids:
@@ -143,6 +157,18 @@ class MockExecutor:
             logprobs=[logprobs.get(i) for i in range(len(sampled))] if logprobs else None,
             prompt_logprobs=prompt_logprobs,
         )
+
+    def sleep(self, level: int) -> None:
+        assert not self._rows, f"asleep with {len(self._rows)} requests in the batch"
+        self._sleep_level = level
+
+    def wake_up(self, on_progress: ProgressCallback) -> None:
+        if self._sleep_level == 2:
+            self.load(on_progress)
+        self._sleep_level = AWAKE
+
+    def profile(self, action: Literal["start", "stop"]) -> str:
+        raise ConflictError("the mock executor computes nothing that could be profiled")
 
     def shutdown(self) -> None:
         self._rows.clear()

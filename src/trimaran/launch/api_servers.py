@@ -4,6 +4,7 @@ Owns: how an API server is started. Knows nothing of what it serves: the entry p
 string (server/ is above this package). Called by ``supervisor``.
 """
 
+from trimaran.clock import SYSTEM_CLOCK
 from trimaran.config import Config
 from trimaran.launch.api_spec import ApiServerSpec, StateChannel
 from trimaran.launch.links import ClientLinks
@@ -25,8 +26,13 @@ class ApiServer:
         entry: str = API_SERVER_ENTRY,
     ) -> None:
         self.channel = StateChannel()
+        self.spawned_at = SYSTEM_CLOCK.monotonic()
         spec = ApiServerSpec(
-            config=config, listen_fd=listen_fd, links=links, state_fd=self.channel.child_fd
+            config=config,
+            listen_fd=listen_fd,
+            links=links,
+            state_fd=self.channel.child_fd,
+            spawned_at=self.spawned_at,
         )
         inherited = [listen_fd, links.input_fd, links.output_fd, spec.state_fd]
         if links.board is not None:

@@ -4,23 +4,26 @@ Owns: ``ApiServerSpec``, and both ends of the state socket between supervisor an
 SOCK_SEQPACKET pair, one struct per packet. Used by ``supervisor`` and by server/.
 
     supervisor  --DeploymentState, on change-->  API server
-                <--one empty packet: ready ----
+                <--ApiServerReady, once--------
 """
 
 import asyncio
+import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import msgspec
 
 from trimaran.config import Config
+from trimaran.errors import ProtocolError
 from trimaran.ipc.codec import Decoder, Encoder
 from trimaran.launch.links import ClientLinks
-from trimaran.messages import DeploymentState
+from trimaran.messages import ApiServerReady, DeploymentState
+
+logger = logging.getLogger(__name__)
 
 _MAX_PACKET_BYTES = 64 << 10
-_READY = b"\x01"
 
 
 class ApiServerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +33,7 @@ class ApiServerSpec(msgspec.Struct, frozen=True, kw_only=True):
     listen_fd: int  # bound and listening TCP socket
     links: ClientLinks  # for make_client(links=…)
     state_fd: int  # for DeploymentWatch
+    spawned_at: float  # monotonic seconds at which the supervisor decided to start it
 
     @property
     def client_index(self) -> int:
@@ -45,8 +49,9 @@ class StateChannel:
         self._ours = ours
         self._theirs: socket.socket | None = theirs
         self._encoder = Encoder()
+        self._decoder: Decoder[ApiServerReady] = Decoder(ApiServerReady)
         self._unsent: DeploymentState | None = None
-        self.server_ready = False
+        self.ready: ApiServerReady | None = None  # once the server has said so
 
     @property
     def child_fd(self) -> int:
@@ -81,13 +86,18 @@ class StateChannel:
     def read(self) -> bool:
         """Take what the server sent; False once its end is closed."""
         try:
-            packet = self._ours.recv(len(_READY))
+            packet = self._ours.recv(_MAX_PACKET_BYTES)
         except BlockingIOError:
             return True
         except OSError:
             return False
-        self.server_ready = self.server_ready or packet == _READY
-        return bool(packet)
+        if not packet:
+            return False
+        try:
+            self.ready = self._decoder.decode(packet)
+        except ProtocolError as error:
+            logger.warning("refused a packet of an API server: %s", error)
+        return True
 
     def close(self) -> None:
         self.given()
@@ -128,9 +138,9 @@ class DeploymentWatch:
                 await self._changed.wait()
         return self.current
 
-    def report_ready(self) -> None:
+    def report_ready(self, phases: Sequence[tuple[str, float]] = ()) -> None:
         """Tell the supervisor that this server answers requests: it then says so to the user."""
-        self._socket.send(_READY)
+        self._socket.send(Encoder().encode(ApiServerReady(list(phases))))
 
     def close(self) -> None:
         if self._loop is not None and not self._loop.is_closed():

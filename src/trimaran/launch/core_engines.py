@@ -16,7 +16,7 @@ from typing import NamedTuple
 from trimaran.clock import SYSTEM_CLOCK, Clock
 from trimaran.config import EngineConfig
 from trimaran.engine.spec import fingerprint
-from trimaran.errors import ChildFailedError, ProtocolError
+from trimaran.errors import ChildFailedError, ProtocolError, UnavailableError
 from trimaran.ipc.codec import Decoder, Encoder
 from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.listeners import Listener
@@ -34,6 +34,7 @@ from trimaran.launch.processes import (
     log_stacks,
 )
 from trimaran.launch.start_bar import StartBar
+from trimaran.launch.start_table import ProcessStart, log_start
 from trimaran.messages import (
     EngineAddresses,
     EngineCoreReadyResponse,
@@ -75,21 +76,24 @@ class CoreEngines:
         entry: str = ENGINE_ENTRY,
     ) -> None:
         self._clock = clock
-        self._started_at = clock.monotonic()
-        self._waiting_logged_at = self._started_at
+        self.started_at = clock.monotonic()
+        self._waiting_logged_at = self.started_at
         self._encoder = Encoder()
         self._decoder: Decoder[HandshakeMessage] = Decoder(HandshakeMessage)
         with contextlib.ExitStack() as opened:
-            board = opened.enter_context(contextlib.closing(_board_of(links, plan)))
-            listener = Listener.bind_ipc(folder.socket_path("handshake"))
-            opened.callback(listener.close)
-            self._socket = context.router(listener.address, listener.fileno())
+            self._listener = Listener.bind_ipc(folder.socket_path("handshake"))
+            opened.callback(self._listener.close)
+            self._socket = context.router(self._listener.address, self._listener.fileno())
             opened.callback(self._socket.close)
+            self._board = _board_of(links, plan)
+            opened.callback(self._board.close)
             self._manager = CoreEngineProcManager(
-                config, plan, listener.address, clock, entry, board=board.place
+                config, plan, self._listener.address, clock, entry, board=self._board.place
             )
-            self._closers = opened.pop_all()
-        self._fence = EngineFence(board, self._manager, config.launch.engine_hang_timeout_s, clock)
+            self._close_links = opened.pop_all().close
+        self._fence = EngineFence(
+            self._board, self._manager, config.launch.engine_hang_timeout_s, clock
+        )
         self.handshake = Handshake(
             dict(self._manager.engines.values()),
             fingerprint(config),
@@ -97,7 +101,7 @@ class CoreEngines:
                 inputs=[link.input_address for link in links],
                 outputs=[link.output_address for link in links],
             ),
-            self._started_at,
+            self.started_at,
             config.launch.engine_ready_timeout_s,
         )
 
@@ -105,6 +109,10 @@ class CoreEngines:
     def sources(self) -> list[Socket | HasFileno]:
         """What to poll: when one is readable, call ``handle`` with it."""
         return [self._socket, *self._manager.children]
+
+    @property
+    def engines(self) -> list[EngineId]:
+        return list(self._manager.engines.values())
 
     def handle(self, source: Socket | HasFileno) -> EngineEnd | None:
         """Take what a readable source brings: messages, or the end of an engine (returned)."""
@@ -141,11 +149,15 @@ class CoreEngines:
         for child in self._manager.children:
             child.ask_stacks()
 
-    def log_phases(self) -> None:
-        """The start-up table."""
+    def starts(self, began: float) -> list[ProcessStart]:
+        """For the start-up table; ``began`` (monotonic seconds): of the whole."""
+        return [
+            ProcessStart(f"engine-{response.rank}", self.started_at - began, response.phases)
+            for response in self.handshake.responses
+        ]
+
+    def log_capacity(self) -> None:
         for response in self.handshake.responses:
-            phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in response.phases)
-            logger.info("engine rank %d started: %s", response.rank, phases)
             logger.info(
                 "engine rank %d: up to %d tokens a sequence, KV cache of %d blocks of %d tokens"
                 " (at most %d MiB, taken as it is used)",
@@ -158,8 +170,10 @@ class CoreEngines:
 
     def close(self, grace_s: float | None = None) -> None:
         """End the processes; returns when none is left. Idempotent."""
-        self._manager.close(grace_s)
-        self._closers.close()
+        try:
+            self._manager.close(grace_s)
+        finally:
+            self._close_links()
 
 
 def _board_of(links: Sequence[ClientLinks], plan: Sequence[EngineProcess]) -> ProgressBoard:
@@ -180,7 +194,15 @@ class LaunchedEngines:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
         self._thread = threading.Thread(target=self._watch, name="engine-monitor", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            os.close(self._wake)
+            raise
+
+    @property
+    def engines(self) -> list[EngineId]:
+        return self._engines.engines
 
     def missing(self) -> str:
         """Who is not ready, in which phase, since when."""
@@ -191,16 +213,19 @@ class LaunchedEngines:
         if self._closing:
             return
         self._closing = True
-        os.eventfd_write(self._wake, 1)
-        # A garbage collection, and so a finalizer, can happen in any thread: in that one too.
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_THREAD_END_TIMEOUT_S)
-        os.close(self._wake)
-        self._engines.close()
+        with contextlib.ExitStack() as closers:  # which a Ctrl-C meanwhile does not stop
+            closers.callback(self._engines.close)
+            closers.callback(os.close, self._wake)
+            os.eventfd_write(self._wake, 1)
+            # A garbage collection, and so a finalizer, can happen in any thread: in that one too.
+            if threading.current_thread() is not self._thread:
+                self._thread.join(_THREAD_END_TIMEOUT_S)
 
     def _watch(self) -> None:
         try:
             self._watch_until_closed()
+            if not self.ready.done():
+                raise UnavailableError("closed while the engines started")
         except BaseException as error:
             if not self.ready.done():
                 self.ready.set_exception(error)
@@ -225,10 +250,16 @@ class LaunchedEngines:
                 bar.update(*self._engines.handshake.progress)
                 if self._engines.handshake.complete:
                     bar.close()
-                    self._engines.log_phases()
+                    self._log_start()
                     self.ready.set_result(self._engines.handshake.responses)
             else:
                 bar.close()
+
+    def _log_start(self) -> None:
+        self._engines.log_capacity()
+        began = self._engines.started_at
+        total_s = SYSTEM_CLOCK.monotonic() - began
+        log_start(logger, "start-up of the engines:", self._engines.starts(began), total_s)
 
     def _engine_ended(self, end: EngineEnd) -> None:
         if self.ready.done():

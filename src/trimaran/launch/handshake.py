@@ -34,6 +34,7 @@ class _Engine:
     phase: str = "spawned"
     percent: float = 0.0
     detail: str = ""
+    refused: str = ""  # why its hello was; it should end by it, and say so itself
     ready: EngineCoreReadyResponse | None = None
 
 
@@ -60,19 +61,28 @@ class Handshake:
         """Take in a message; returns the answer, if it has one.
 
         Raises ProtocolError: it is not from an engine that is expected, or not for a launcher.
+        Raises ValueError: the identity is no engine's.
         """
         if isinstance(message, EngineHello):
             reason = self._objection(identity, message)
+            if reason and message.rank in self._engines:
+                self._engines[message.rank].refused = reason
             return HandshakeRefusal(reason) if reason else EngineInit(self._addresses)
         if not isinstance(message, EngineProgress | EngineCoreReadyResponse):
             raise ProtocolError(f"a launcher does not take a {type(message).__name__}")
-        engine = self._engines.get(message.rank)
-        if engine is None or engine.incarnation != message.incarnation:
+        engine = self._engines.get(rank_of_identity(identity))
+        if engine is None or (message.rank, message.incarnation) != (
+            rank_of_identity(identity),
+            engine.incarnation,
+        ):
             raise ProtocolError(f"a message of an old or unknown engine of rank {message.rank}")
         if isinstance(message, EngineProgress):
+            if engine.ready is not None:
+                return None  # it wakes up from sleep: no start, and told elsewhere
             engine.phase, engine.detail = message.phase, message.detail
             engine.percent = max(engine.percent, min(message.percent, 100.0))
         else:
+            message.verify()
             engine.phase, engine.percent, engine.ready = "ready", 100.0, message
         return None
 
@@ -108,7 +118,8 @@ class Handshake:
         """``"engine rank 0 (phase loading, 12 s)"``, one for each engine that is not ready."""
         return ", ".join(
             f"engine rank {rank} (phase {engine.phase}"
-            f"{f' {engine.detail}' if engine.detail else ''}, {now - self._started_at:.0f} s)"
+            f"{f' {engine.detail}' if engine.detail else ''}, {now - self._started_at:.0f} s"
+            f"{f', refused: {engine.refused}' if engine.refused else ''})"
             for rank, engine in self._engines.items()
             if engine.ready is None
         )

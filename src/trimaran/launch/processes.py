@@ -71,8 +71,10 @@ class CoreEngineProcManager:
 
     def close(self, grace_s: float | None = None) -> None:
         """End them all; returns when none is left. Idempotent."""
-        end_children(self.children, self._grace_s if grace_s is None else grace_s)
-        self.engines.clear()
+        try:
+            end_children(self.children, self._grace_s if grace_s is None else grace_s)
+        finally:
+            self.engines.clear()
 
 
 def child_failed(name: str, end: ChildEnd) -> ChildFailedError:

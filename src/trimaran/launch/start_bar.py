@@ -17,12 +17,18 @@ _MIN_INTERVAL_S = 0.05
 class StartBar:
     """``update`` as often as one likes; ``close`` leaves no trace."""
 
-    def __init__(self, stream: TextIO | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        *,
+        enabled: bool = True,
+    ) -> None:
         self._stream = stream or sys.stderr
         self._clock = clock
         self._began = clock.monotonic()
         self._shown_at = float("-inf")
-        self._on = self._stream.isatty()
+        self._on = enabled and self._stream.isatty()
 
     def update(self, phase: str, percent: float, detail: str = "") -> None:
         """``detail`` such as "120 of 235 MiB"."""

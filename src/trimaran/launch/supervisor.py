@@ -19,9 +19,15 @@ from typing import Self
 import msgspec
 
 from trimaran import errors
-from trimaran.clock import SYSTEM_CLOCK
+from trimaran.clock import SYSTEM_CLOCK, Laps
 from trimaran.config import Config
-from trimaran.errors import ChildFailedError, ConfigError, DeadlineExceededError, TrimaranError
+from trimaran.errors import (
+    ChildFailedError,
+    ConfigError,
+    DeadlineExceededError,
+    TrimaranError,
+    system_refused,
+)
 from trimaran.ipc.folder import PrivateFolder
 from trimaran.ipc.listeners import bind_tcp
 from trimaran.ipc.progress_board import ProgressBoard
@@ -34,6 +40,7 @@ from trimaran.launch.model_locator import ModelLocator, locate
 from trimaran.launch.plan import plan_api_servers, plan_engines
 from trimaran.launch.processes import ENGINE_ENTRY, child_failed, log_stacks
 from trimaran.launch.start_bar import StartBar
+from trimaran.launch.start_table import ProcessStart, log_start
 from trimaran.logging import configure
 from trimaran.messages import DeploymentState
 from trimaran.process.age import process_age_s
@@ -82,9 +89,14 @@ def serve(
             return 0
         except _SecondSignalError as second:
             return 128 + second.number
-        except TrimaranError as error:
-            supervisor.end(failure=error)
-            _report(error)
+        except (TrimaranError, OSError) as error:
+            failure = (
+                error
+                if isinstance(error, TrimaranError)
+                else system_refused("the deployment cannot be started", error)
+            )
+            supervisor.end(failure)
+            _report(failure)
             return 1
         finally:
             signals.ignore()
@@ -158,15 +170,13 @@ class Supervisor:
         self._find_model = find_model
         self._clock = SYSTEM_CLOCK
         self._began = self._clock.monotonic() - process_age_s()
-        self._phases: list[tuple[str, float]] = []
-        self._phase_began = self._began
+        self._laps = Laps(self._began)
         self._state = DeploymentState(ready=False, phase="starting", percent=0.0)
         self._announced = False
-        self._bar = StartBar()
+        self._bar = StartBar(enabled=config.observability.log_format == "text")
         self._poller = Poller()
         self._closers = contextlib.ExitStack()
-        self._context = Context()
-        self._closers.callback(self._context.close)
+        self._context: Context
         self._api_servers: list[ApiServer] = []
         self._links: list[BoundLinks] = []
         self._engines: CoreEngines | None = None
@@ -221,6 +231,8 @@ class Supervisor:
                 hint="choose another address with --host and --port",
             ) from error
         self._closers.callback(listening.close)
+        self._context = Context()
+        self._closers.callback(self._context.close)
         host = f"[{server.host}]" if ":" in server.host else server.host
         self._url = f"http://{host}:{listening.getsockname()[1]}"
         self._folder = PrivateFolder()
@@ -245,12 +257,12 @@ class Supervisor:
         self._locator = ModelLocator(self._config.model, self._find_model)
         self._closers.callback(self._locator.close)
         self._poller.register(self._locator)
-        self._phase_done("supervisor")
+        self._laps.done("starting")
         self._set_state(phase="downloading")
 
     def _start_engines(self) -> None:
         path = self._locator.result.result(0)
-        self._phase_done("model located")
+        self._laps.done("locating the model")
         model = msgspec.structs.replace(self._config.model, model=path)
         config = msgspec.structs.replace(self._config.engine, model=model)
         self._engines = CoreEngines(
@@ -324,16 +336,14 @@ class Supervisor:
 
     def _announce_ready(self) -> None:
         assert self._engines is not None
-        waiting = [server for server in self._api_servers if not server.channel.server_ready]
+        waiting = [server for server in self._api_servers if server.channel.ready is None]
         if self._engines.handshake.complete and not waiting:
             self._announced = True
             self._bar.close()
-            self._phase_done("engines and API servers")
-            self._engines.log_phases()
-            phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._phases)
-            logger.info("started: %s", phases)
-            total = self._clock.monotonic() - self._began
-            logger.info("ready at %s after %.2f s", self._url, total)
+            total_s = self._clock.monotonic() - self._began
+            self._engines.log_capacity()
+            log_start(logger, "start-up:", self._starts(self._engines), total_s)
+            logger.info("ready at %s after %.2f s", self._url, total_s)
         elif self._clock.monotonic() > self._engines_deadline:
             names = ", ".join(server.child.name for server in waiting)
             raise DeadlineExceededError(
@@ -341,10 +351,19 @@ class Supervisor:
                 hint="give it more time with --engine-ready-timeout-s",
             )
 
-    def _phase_done(self, name: str) -> None:
-        now = self._clock.monotonic()
-        self._phases.append((name, now - self._phase_began))
-        self._phase_began = now
+    def _starts(self, engines: CoreEngines) -> list[ProcessStart]:
+        api_servers = [
+            ProcessStart(
+                server.child.name, server.spawned_at - self._began, server.channel.ready.phases
+            )
+            for server in self._api_servers
+            if server.channel.ready is not None
+        ]
+        return [
+            ProcessStart("supervisor", 0.0, self._laps.laps),
+            *api_servers,
+            *engines.starts(self._began),
+        ]
 
     def _set_state(self, **changes: object) -> None:
         state = msgspec.structs.replace(self._state, **changes)

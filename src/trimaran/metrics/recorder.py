@@ -97,6 +97,11 @@ _GAUGES: _Rows[float] = (
         "Share of KV blocks in use; 1 means all.",
         lambda s: s.stats.kv_cache_usage,
     ),
+    (
+        "trimaran:engine_sleep_level",
+        "0, 1 or 2 while the engine sleeps, -1 while it is awake.",
+        lambda s: s.stats.sleep_level,
+    ),
 )
 _COUNTERS: _Rows[float] = (
     ("vllm:prompt_tokens", "Prompt tokens of ended requests.", lambda s: s.prompt_tokens),

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from trimaran.process.death_pipe import die_with_parent
-from trimaran.process.failure import write_failure
+from trimaran.process.failure import arm_failure_report, report_failure
 from trimaran.process.stacks import answer_sigusr1
 
 _MAX_BOOTSTRAP_BYTES = 16 << 20
@@ -54,6 +54,7 @@ def main() -> None:
     for descriptor in (bootstrap.death_fd, bootstrap.failure_fd, bootstrap.stacks_fd):
         os.set_inheritable(descriptor, False)
     faulthandler.enable()
+    arm_failure_report(bootstrap.failure_fd)
     try:
         entry = resolve(bootstrap.entry)
         spec = msgspec.msgpack.decode(bootstrap.spec, type=resolve(bootstrap.spec_type))
@@ -61,7 +62,7 @@ def main() -> None:
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001  the main of a process: its parent is told
-        write_failure(bootstrap.failure_fd, error)
+        report_failure(error)
         # Straight out: no destructor or thread of a broken process may delay or hide the cause.
         sys.stderr.flush()
         os._exit(1)

@@ -3,11 +3,14 @@
 Owns: ``ChildFailure``, the one struct that crosses a process outside messages.py (which this
 package, being below it, cannot import), and the anonymous file by which it travels: it never
 blocks the child, has no capacity to exceed, and is there after any kind of death. Called by
-``child`` (writes) and ``spawn`` (reads).
+``child`` and by whoever in a child has to do something between an error and the process's end
+(``report_failure``), and by ``spawn`` (reads).
 """
 
+import contextlib
 import os
 import traceback
+from dataclasses import dataclass
 
 import msgspec
 
@@ -40,8 +43,37 @@ def failure_of(error: BaseException) -> ChildFailure:
     )
 
 
-def write_failure(descriptor: int, error: BaseException) -> None:
-    os.pwrite(descriptor, msgspec.msgpack.encode(failure_of(error)), 0)
+@dataclass
+class _Report:
+    """Of this process; a process has one end."""
+
+    descriptor: int = -1  # not a child: nobody to tell
+    told: bool = False
+    # Given back when there is something to tell: no memory may be the thing to tell.
+    reserve: bytearray | None = None
+
+
+_report = _Report()
+
+
+def arm_failure_report(descriptor: int) -> None:
+    """From now on ``report_failure`` writes here."""
+    _report.descriptor, _report.told, _report.reserve = descriptor, False, bytearray(1 << 20)
+
+
+def report_failure(error: BaseException) -> None:
+    """Tell the parent why this process ends. The first call counts: what follows, follows from it.
+
+    Never raises: there is nobody else to tell.
+    """
+    if _report.descriptor < 0 or _report.told:
+        return
+    _report.told, _report.reserve = True, None
+    # The short form first: it stays if the memory does not suffice for the long one.
+    brief = ChildFailure(type(error).__name__, "", None, "")
+    with contextlib.suppress(Exception):
+        os.pwrite(_report.descriptor, msgspec.msgpack.encode(brief), 0)
+        os.pwrite(_report.descriptor, msgspec.msgpack.encode(failure_of(error)), 0)
 
 
 def read_failure(descriptor: int) -> ChildFailure | None:

@@ -5,6 +5,7 @@ its settings are a struct in an anonymous file that it inherits. Knows nothing o
 do. Called by launch/.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -154,51 +155,59 @@ def spawn(
     Descriptors in ``pass_fds`` keep their numbers, so a spec may name them. ``env`` is added to the
     child's environment. Raises OSError: no process can be started.
     """
-    death_read, death_write = os.pipe()
-    failure = os.memfd_create("trimaran-failure")
-    bootstrap = os.memfd_create("trimaran-bootstrap")
-    stacks = StackFile()
-    inherited = (death_read, failure, bootstrap, stacks.descriptor, *pass_fds)
-    settings = Bootstrap(
-        entry=entry,
-        spec_type=f"{type(spec).__module__}:{type(spec).__qualname__}",
-        spec=msgspec.msgpack.encode(spec),
-        death_fd=death_read,
-        failure_fd=failure,
-        stacks_fd=stacks.descriptor,
-    )
-    try:
+    with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
+        death_read, death_write = os.pipe()
+        given.callback(os.close, death_read)
+        # If anything fails from here on, this ends the child, and what follows reaps it.
+        kept.callback(os.close, death_write)
+        failure = os.memfd_create("trimaran-failure")
+        kept.callback(os.close, failure)
+        stacks = StackFile()
+        kept.callback(stacks.close)
+        bootstrap = os.memfd_create("trimaran-bootstrap")
+        given.callback(os.close, bootstrap)
+        settings = Bootstrap(
+            entry=entry,
+            spec_type=f"{type(spec).__module__}:{type(spec).__qualname__}",
+            spec=msgspec.msgpack.encode(spec),
+            death_fd=death_read,
+            failure_fd=failure,
+            stacks_fd=stacks.descriptor,
+        )
         os.write(bootstrap, msgspec.msgpack.encode(settings))
         with sigusr1_blocked():
             process = subprocess.Popen(
                 # -P: a file in the working folder must not pose as a module.
                 [sys.executable, "-P", "-m", "trimaran.process.child", name, str(bootstrap)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=inherited,
+                pass_fds=(death_read, failure, bootstrap, stacks.descriptor, *pass_fds),
                 env=child_environment(env),
                 # Out of the terminal's foreground group, so Ctrl-C reaches only the parent, even
                 # before the child gets to ignore it.
                 process_group=0,
             )
+        kept.callback(_kill, process)
         pidfd = os.pidfd_open(process.pid)
-    except BaseException:
-        os.close(death_write)
-        os.close(failure)
-        stacks.close()
-        raise
-    finally:
-        os.close(death_read)
-        os.close(bootstrap)
+        kept.pop_all()
     return Child(name, process, pidfd=pidfd, death=death_write, failure=failure, stacks=stacks)
 
 
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait(_KILL_DEADLINE_S)
+
+
 def end_children(children: Sequence[Child], grace_s: float) -> None:
-    """SIGTERM to all, SIGKILL to those alive after ``grace_s`` seconds; all are reaped."""
-    for child in children:
-        child.terminate()
-    _wait_all(children, grace_s)
-    for child in children:
-        child.close()
+    """SIGTERM to all, SIGKILL to those alive after ``grace_s`` seconds; all are reaped.
+
+    Ctrl-C in between cuts the grace short and is raised then.
+    """
+    with contextlib.ExitStack() as closers:
+        for child in children:
+            closers.callback(child.close)
+        for child in children:
+            child.terminate()
+        _wait_all(children, grace_s)
 
 
 def _wait_all(children: Sequence[Child], timeout_s: float) -> list[Child]:

@@ -210,7 +210,7 @@ class KVCacheManager:
     def _hash_blocks(self, request: Request, num_blocks: int) -> None:
         """Extend the request's chain of hashes to its first ``num_blocks`` blocks."""
         hashes, tokens, size = request.block_hashes, request.token_ids, self.block_size
-        parent = hashes[-1] if hashes else root_hash(request.source.cache_salt)
+        parent = hashes[-1] if hashes else root_hash(request.cache_salt)
         for start in range(len(hashes) * size, num_blocks * size, size):
             data = parent + self._pack_block(*tokens[start : start + size])
             parent = blake2b(data, digest_size=_HASH_BYTES, person=_PERSON).digest()

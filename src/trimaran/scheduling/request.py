@@ -7,7 +7,14 @@ KVCacheManager's.
 
 from enum import IntEnum
 
-from trimaran.messages import EngineCoreRequest, FinishReason, NewRequestData, TokenLogprobs
+from trimaran.ids import unique_id
+from trimaran.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    NewRequestData,
+    TokenLogprobs,
+)
 
 NEVER = 1 << 62  # entered_step of a request that is in no batch
 
@@ -24,14 +31,16 @@ class Request:
     __slots__ = (
         "block_hashes",
         "block_tables",
+        "cache_salt",
         "entered_step",
         "finish_reason",
-        "first_output_pending",
+        "first_token_at",
         "gathers_prompt_logprobs",
         "max_total_tokens",
         "min_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_preemptions",
         "num_registered_blocks",
         "num_released_blocks",
         "num_slots",
@@ -39,6 +48,7 @@ class Request:
         "prompt_len",
         "prompt_logprobs",
         "queued_at",
+        "report_pending",
         "request_id",
         "scheduled_at",
         "source",
@@ -69,8 +79,11 @@ class Request:
 
         self.queued_at = queued_at
         self.scheduled_at: float | None = None  # first time in a batch
-        self.first_output_pending = True
+        self.first_token_at: float | None = None
+        self.num_preemptions = 0
         self.num_cached_tokens = 0
+        # The next output tells the front end what it does not know yet of the lines above.
+        self.report_pending = True
         # A continued request's client has them already: they come with the first output.
         self.gathers_prompt_logprobs = (
             params.prompt_logprobs is not None and not source.prior_output_ids
@@ -81,6 +94,8 @@ class Request:
         self.block_tables: list[list[int]] = []
         self.num_slots = 0  # positions that have a block
         self.num_released_blocks: list[int] = []  # per group: null entries its table begins with
+        # Embeddings are not told apart by their placeholder tokens: nobody shares their blocks.
+        self.cache_salt = source.cache_salt if source.prompt_embeds is None else unique_id()
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
 
@@ -95,6 +110,15 @@ class Request:
         if token in self.stop_ids and num_tokens > self.min_total_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_tokens >= self.max_total_tokens else None
+
+    def answer_at_once(self) -> EngineCoreOutput | None:
+        """The end of a request whose prior output has reached one; None: there is more to come."""
+        prior = self.source.prior_output_ids
+        reason = self.stop_at(prior[-1]) if prior else None
+        if reason is None:
+            return None
+        stop_reason = self.stop_reason(prior[-1]) if reason is FinishReason.STOP else None
+        return EngineCoreOutput(self.request_id, len(prior), [], reason, stop_reason)
 
     def stop_reason(self, token: int) -> int | None:
         """The stop token id to report: one that the user gave and that is not just an EOS."""
@@ -114,4 +138,5 @@ class Request:
             block_ids=[table.copy() for table in self.block_tables],
             choice_index=source.choice_index,
             bad_words_token_ids=source.bad_words_token_ids,
+            prompt_embeds=source.prompt_embeds,
         )

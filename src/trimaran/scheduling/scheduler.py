@@ -22,6 +22,7 @@ still on its way has nothing to schedule. What a plan brings for a request that 
 the plan was made is dropped; sampling being a pure function of the position, nothing is lost.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -40,6 +41,8 @@ from trimaran.messages import (
 from trimaran.scheduling.kv_cache_manager import CachedPrefix, KVCacheManager
 from trimaran.scheduling.policy import POLICIES, RequestList
 from trimaran.scheduling.request import NEVER, Request, RequestStatus
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -75,8 +78,18 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------------- requests
 
-    def add(self, source: EngineCoreRequest) -> None:
-        """Queue a request.
+    def add(self, source: EngineCoreRequest) -> EngineCoreOutput | None:
+        """Queue a request. Returns its only output where its prior output is all there is.
+
+        Raises InvalidRequestError as ``prepare`` does.
+        """
+        request = self.prepare(source)
+        if (answer := request.answer_at_once()) is None:
+            self.enqueue(request)
+        return answer
+
+    def prepare(self, source: EngineCoreRequest) -> Request:
+        """Check a request, to be queued now or later.
 
         Raises InvalidRequestError: it can never run here (empty, too long, known already).
         """
@@ -104,6 +117,10 @@ class Scheduler:
                 param="max_tokens",
                 hint="ask for fewer tokens, or start with more --kv-cache-memory-bytes",
             )
+        return request
+
+    def enqueue(self, request: Request) -> None:
+        """Queue what ``prepare`` returned."""
         self._sequence += 1
         request.order = self._policy(request, self._sequence)
         self._requests[request.request_id] = request
@@ -118,6 +135,17 @@ class Scheduler:
             queue = self._running if request.status is RequestStatus.RUNNING else self._waiting
             queue.remove(request)
             self._end(request, FinishReason.ABORT)
+
+    def end_all(self) -> dict[int, list[EngineCoreOutput]]:
+        """Abort every request; returns a last output for each, by client index."""
+        outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
+        for request in self._requests.values():
+            index = len(request.token_ids) - request.prompt_len
+            outputs[request.source.client_index].append(
+                EngineCoreOutput(request.request_id, index, [], FinishReason.ABORT)
+            )
+        self.abort(list(self._requests))
+        return outputs
 
     def has_work(self) -> bool:
         return bool(self._requests)
@@ -298,6 +326,8 @@ class Scheduler:
         victim.status = RequestStatus.WAITING
         victim.entered_step = NEVER
         victim.prompt_logprobs = None
+        victim.num_preemptions += 1
+        victim.report_pending = True
         self._left_ids.append(victim.request_id)
         self._waiting.add(victim)
         self._num_preemptions += 1
@@ -349,8 +379,8 @@ class Scheduler:
             outputs[request.source.client_index].append(news)
             if len(token_ids) >= request.max_total_tokens or token in request.stop_ids:
                 any_ended |= self._check_end(request, news)
-            if request.first_output_pending:
-                self._complete_first_output(request, news)
+            if request.report_pending:
+                self._report(request, news)
             self._num_generation_tokens += len(news.new_token_ids)
         if any_ended:
             self._running.items = [r for r in self._running.items if r.finish_reason is None]
@@ -368,8 +398,13 @@ class Scheduler:
         if request is None or request.entered_step > step:
             return
         index = len(request.token_ids) - request.prompt_len
-        outputs[request.source.client_index].append(
-            EngineCoreOutput(request_id, index, [], FinishReason.ERROR, error=error)
+        news = EngineCoreOutput(request_id, index, [], FinishReason.ERROR, error=error)
+        if request.report_pending:
+            self._report(request, news)
+        outputs[request.source.client_index].append(news)
+        external_id = request.source.external_id
+        logger.warning(
+            "request %s failed: %s", external_id, error, extra={"request_id": external_id}
         )
         self._running.remove(request)
         self._end(request, FinishReason.ERROR)
@@ -400,11 +435,16 @@ class Scheduler:
         request.finish_reason = reason
         del self._requests[request.request_id]
 
-    def _complete_first_output(self, request: Request, news: EngineCoreOutput) -> None:
-        request.first_output_pending = False
+    def _report(self, request: Request, news: EngineCoreOutput) -> None:
+        """Add what is told once: with the first output, and with the first after a preemption."""
+        request.report_pending = False
+        if news.new_token_ids and request.first_token_at is None:
+            request.first_token_at = self._clock.wall()
         news.num_cached_tokens = request.num_cached_tokens
         news.queued_at = request.queued_at
         news.scheduled_at = request.scheduled_at or 0.0
+        news.first_token_at = request.first_token_at or 0.0
+        news.num_preemptions = request.num_preemptions
         if request.gathers_prompt_logprobs:
             news.prompt_logprobs = request.prompt_logprobs or TokenLogprobs([], [], [])
             request.prompt_logprobs = None

@@ -21,7 +21,12 @@ from trimaran.errors import InvalidRequestError
 from trimaran.ids import external_id
 from trimaran.server.admin import ServingAdmin
 from trimaran.server.auth import Access, KeyGuard, KeyRing
-from trimaran.server.errors import ErrorBoundary, answer_http_exception, error_response
+from trimaran.server.errors import (
+    ErrorBoundary,
+    answer_http_exception,
+    describe,
+    error_response,
+)
 from trimaran.server.health import ServingHealth
 from trimaran.server.openai.chat import OpenAIServingChat
 from trimaran.server.openai.completions import OpenAIServingCompletion
@@ -33,6 +38,7 @@ from trimaran.server.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from trimaran.server.request_book import ServingRequests
 from trimaran.server.state import ServerState
 from trimaran.server.tokenize import ServingTokenization
 
@@ -55,7 +61,7 @@ def build_app(state: ServerState, keys: KeyRing) -> FastAPI:
     _add_routes(routes, state)
     # Added from the inside out.
     app.add_middleware(KeyGuard, keys=keys, router=app.router, levels=routes.levels)
-    app.add_middleware(ErrorBoundary)
+    app.add_middleware(ErrorBoundary, book=state.requests)
     if origins := state.config.server.allowed_origins:
         app.add_middleware(
             _Cors,
@@ -75,7 +81,7 @@ class _Cors(CORSMiddleware):
         if response.status_code < 400:
             return response
         reason = InvalidRequestError(bytes(response.body).decode())
-        refusal = error_response(reason, external_id("req"))
+        refusal = error_response(describe(reason, external_id("req")))
         refusal.headers["vary"] = response.headers.get("vary", "Origin")
         return refusal
 
@@ -129,6 +135,7 @@ def _add_routes(routes: _Routes, state: ServerState) -> None:
     health, models = ServingHealth(state), OpenAIServingModels(state)
     completion, chat = OpenAIServingCompletion(state), OpenAIServingChat(state)
     tokenization, admin = ServingTokenization(state), ServingAdmin(state)
+    requests = ServingRequests(state.requests)
     add = routes.add
     for prefix in ("/v1", ""):
         add(f"{prefix}/completions", completion.create_completion, "POST", body=CompletionRequest)
@@ -148,4 +155,11 @@ def _add_routes(routes: _Routes, state: ServerState) -> None:
     add("/version", health.version)
     add("/metrics", health.metrics)
     add("/reset_prefix_cache", admin.reset_prefix_cache, "POST", access=Access.ADMIN)
+    add("/requests", requests.list_requests, access=Access.ADMIN)
+    add("/requests/{request_id:path}", requests.show_request, access=Access.ADMIN)
+    add("/sleep", admin.sleep, "POST", access=Access.ADMIN)
+    add("/wake_up", admin.wake_up, "POST", access=Access.ADMIN)
+    add("/is_sleeping", admin.is_sleeping, access=Access.ADMIN)
+    add("/start_profile", admin.start_profile, "POST", access=Access.ADMIN)
+    add("/stop_profile", admin.stop_profile, "POST", access=Access.ADMIN)
     add("/openapi.json", routes.openapi)

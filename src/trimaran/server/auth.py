@@ -80,7 +80,8 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._keys.is_empty:
-            access = self._access(self._route(scope))
+            route = scope["route"] = self._route(scope)  # also for the log, should it end here
+            access = self._access(route)
             if not self._keys.allows(_bearer_token(scope), access):
                 kind = "the admin key" if access is Access.ADMIN else "a valid API key"
                 raise AuthenticationError(

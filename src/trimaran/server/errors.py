@@ -27,13 +27,13 @@ from trimaran.errors import (
     UnavailableError,
 )
 from trimaran.ids import external_id
+from trimaran.server.request_book import RequestBook, record_of
 
 logger = logging.getLogger(__name__)
 
 STOPPED = "the server was stopped before the answer was complete"
 MAX_MESSAGE_CHARS = 2000
 MAX_PARAM_CHARS = 200
-_REQUEST_ID_KEY = "trimaran.request_id"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _HTTP_MESSAGES = {
     404: ("there is no such route", "not_found_error"),
@@ -114,8 +114,7 @@ def _describe_internal(error: Exception, request_id: str) -> HTTPError:
     )
 
 
-def error_response(error: Exception, request_id: str) -> Response:
-    described = describe(error, request_id)
+def error_response(described: HTTPError) -> Response:
     return Response(
         described.body(),
         status_code=described.status,
@@ -124,34 +123,40 @@ def error_response(error: Exception, request_id: str) -> Response:
     )
 
 
-def request_id_of(request: Request) -> str:
-    """The client's x-request-id where it is usable, else one of our own."""
-    return str(request.scope[_REQUEST_ID_KEY])
-
-
 async def answer_http_exception(request: Request, error: Exception) -> Response:
     """Handler for what the framework raises by itself: unknown routes and methods."""
-    return error_response(error, request_id_of(request))
+    return _answer(error, request.scope)
+
+
+def describe_to(scope: Scope, error: Exception) -> HTTPError:
+    """What the client of this request is told; kept in its record."""
+    record = record_of(scope)
+    described = describe(error, record.request_id)
+    record.error = described.message[:MAX_MESSAGE_CHARS]
+    return described
+
+
+def _answer(error: Exception, scope: Scope) -> Response:
+    return error_response(describe_to(scope, error))
 
 
 class ErrorBoundary:
     """Outermost but for CORS: gives requests their id and turns every exception into an answer."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, book: RequestBook) -> None:
         self._app = app
+        self._book = book
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         request_id = _choose_request_id(scope)
-        scope[_REQUEST_ID_KEY] = request_id
-        started = False
+        record = self._book.begin(scope, request_id)
 
         async def send_marked(message: Message) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
+                record.status = message["status"]
                 message["headers"] = [
                     *message["headers"],
                     (b"x-request-id", request_id.encode("ascii")),
@@ -161,16 +166,18 @@ class ErrorBoundary:
         try:
             await self._app(scope, receive, send_marked)
         except asyncio.CancelledError:
-            if started:
+            if record.status:
                 raise
             # The server is stopped: the task ends here anyway, but not without an answer.
-            await error_response(UnavailableError(STOPPED), request_id)(scope, receive, send_marked)
+            await _answer(UnavailableError(STOPPED), scope)(scope, receive, send_marked)
         except ClientGoneError:
             logger.debug("client gone", extra={"request_id": request_id})
         except Exception as error:
-            if started:
+            if record.status:
                 raise  # uvicorn cuts the connection, so that the answer never looks whole
-            await error_response(error, request_id)(scope, receive, send_marked)
+            await _answer(error, scope)(scope, receive, send_marked)
+        finally:
+            self._book.end(scope)
 
 
 def _choose_request_id(scope: Scope) -> str:

@@ -20,8 +20,8 @@ class ServingHealth:
         return _json({"status": "failed" if failed else "ok"}, 503 if failed else 200)
 
     async def ready(self, request: Request) -> Response:
-        """200 when requests may be sent; answers from the first second of the start-up."""
-        ready = self._state.is_ready
+        """200 when requests are worked on; answers from the first second of the start-up."""
+        ready = self._state.is_ready and self._state.sleep_phase is None
         phase, percent = self._state.progress()
         answer = {"ready": ready, "phase": phase, "percent": round(percent, 1)}
         return _json(answer, 200 if ready else 503)

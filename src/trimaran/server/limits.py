@@ -21,6 +21,7 @@ from trimaran.errors import (
     UnsupportedMediaTypeError,
 )
 from trimaran.metrics.recorder import MetricsRecorder
+from trimaran.server.request_book import record_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,11 @@ async def read_json(request: Request, model: type[Body], max_bytes: int) -> Body
     except ValidationError as error:
         raise _as_invalid_request(error) from None
     if body.model_extra:
-        logger.debug("ignored unknown fields: %.200s", ", ".join(body.model_extra))
+        logger.debug(
+            "ignored unknown fields: %.200s",
+            ", ".join(body.model_extra),
+            extra={"request_id": record_of(request.scope).request_id},
+        )
     return body
 
 

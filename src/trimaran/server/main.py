@@ -15,6 +15,7 @@ import uvloop
 from trimaran.client.async_llm import AsyncLLM
 from trimaran.client.core_client import EngineCoreClient
 from trimaran.client.model_files import open_model_files, with_model_path
+from trimaran.clock import Laps
 from trimaran.launch.api_spec import ApiServerSpec, DeploymentWatch
 from trimaran.logging import configure
 from trimaran.messages import DeploymentState
@@ -36,17 +37,20 @@ def run_api_server(spec: ApiServerSpec) -> None:
     observability = spec.config.observability
     role = f"api-{spec.client_index}"
     configure(role, level=observability.log_level, log_format=observability.log_format)
+    laps = Laps(spec.spawned_at)
+    laps.done("importing")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(spec))
+        runner.run(_serve(spec, laps))
 
 
-async def _serve(spec: ApiServerSpec) -> None:
+async def _serve(spec: ApiServerSpec, laps: Laps) -> None:
     config = spec.config
     watch = DeploymentWatch(spec.state_fd).start()
     state = ServerState.create(config, lambda: watch.current)
-    server = HTTPServer(build_app(state, load_keys(config.server)), state)
+    app = build_app(state, load_keys(config.server))
+    server = HTTPServer(app, state, on_listening=lambda: laps.done("listening"))
     _drain_on_sigterm(server, config.launch.shutdown_grace_s * DRAIN_SHARE)
-    connecting = asyncio.create_task(_connect(spec, watch, state))
+    connecting = asyncio.create_task(_connect(spec, watch, state, laps))
 
     def stop_if_failed(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -79,7 +83,9 @@ def _drain_on_sigterm(server: HTTPServer, grace_s: float) -> None:
     loop.add_signal_handler(signal.SIGTERM, on_sigterm)
 
 
-async def _connect(spec: ApiServerSpec, watch: DeploymentWatch, state: ServerState) -> None:
+async def _connect(
+    spec: ApiServerSpec, watch: DeploymentWatch, state: ServerState, laps: Laps
+) -> None:
     """Read the model's files while the engines load it, then attach to them.
 
     Raises StartupError, DeadlineExceededError.
@@ -89,8 +95,10 @@ async def _connect(spec: ApiServerSpec, watch: DeploymentWatch, state: ServerSta
     )
     if located.model_path is None:
         return  # the deployment has failed; what asks hears so until the supervisor ends us
+    laps.done("model located")
     config = with_model_path(spec.config.engine, Path(located.model_path))
     files = await asyncio.to_thread(open_model_files, config.model)
+    laps.done("tokenizer")
     client = await asyncio.to_thread(
         EngineCoreClient.make_client, True, True, config, links=spec.links
     )
@@ -107,4 +115,5 @@ async def _connect(spec: ApiServerSpec, watch: DeploymentWatch, state: ServerSta
     # What is here now stays: the collector need not look at it while tokens stream.
     gc.collect()
     gc.freeze()
-    watch.report_ready()
+    laps.done("connecting")
+    watch.report_ready(laps.laps)

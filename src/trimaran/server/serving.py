@@ -6,9 +6,8 @@ finish, then what is left is ended with an error. Signals are the business of ma
 
 import asyncio
 import contextlib
-import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,10 +24,9 @@ CANCEL_AFTER_S = 0.2  # once draining is over
 class HTTPServer(uvicorn.Server):
     """Serves until ``stop`` or ``drain``; does not touch signals."""
 
-    def __init__(self, app: FastAPI, state: ServerState) -> None:
-        # uvicorn's own lines go where ours go.
-        logger = logging.getLogger("uvicorn")
-        logger.parent = logging.getLogger("trimaran")
+    def __init__(
+        self, app: FastAPI, state: ServerState, on_listening: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -45,6 +43,11 @@ class HTTPServer(uvicorn.Server):
             )
         )
         self._state = state
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
 
     async def run_on(self, listener: socket.socket) -> None:
         """Serve on a bound and listening socket until told to stop; then it is closed."""

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trimaran.errors import UnavailableError
-from trimaran.server.errors import STOPPED, ClientGoneError, describe
+from trimaran.server.errors import STOPPED, ClientGoneError, describe_to
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -60,12 +60,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], request_id: str) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events
-        self._request_id = request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events) as events, cancelled_when_gone(receive):
@@ -79,13 +78,14 @@ class EventStream(Response):
             except asyncio.CancelledError:
                 # The server is stopped, or the client is gone; then nobody sees the event. The
                 # task ends in both cases, so the cancellation need not travel further.
-                last = self._error_event(UnavailableError(STOPPED))
+                last = _error_event(UnavailableError(STOPPED), scope)
             except Exception as error:  # noqa: BLE001 -- the HTTP boundary
-                last = self._error_event(error)
+                last = _error_event(error, scope)
             await send(_last(last))
 
-    def _error_event(self, error: Exception) -> bytes:
-        return b"data: " + describe(error, self._request_id).body() + b"\n\n"
+
+def _error_event(error: Exception, scope: Scope) -> bytes:
+    return b"data: " + describe_to(scope, error).body() + b"\n\n"
 
 
 def _last(body: bytes) -> dict[str, object]:

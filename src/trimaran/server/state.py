@@ -14,6 +14,7 @@ from trimaran.errors import ModelNotFoundError, UnavailableError
 from trimaran.messages import DeploymentState
 from trimaran.metrics.recorder import MetricsRecorder
 from trimaran.server.limits import Admission
+from trimaran.server.request_book import RequestBook
 
 # Names the packaged demo model answers to.
 DEMO_NAMES = ("demo", "gemma-3-270m")
@@ -28,6 +29,7 @@ class ServerState:
     model_names: tuple[str, ...]
     metrics: MetricsRecorder
     admission: Admission
+    requests: RequestBook
     deployment: Callable[[], DeploymentState]  # what the supervisor last said
     llm: AsyncLLM | None = None  # None until the client has connected
     draining: bool = False  # shutting down: running requests end, new ones are refused
@@ -38,7 +40,8 @@ class ServerState:
         names = model.served_model_name or (DEMO_NAMES if model.model == "demo" else (model.model,))
         metrics = MetricsRecorder(names[0])
         admission = Admission(config.server.max_queued_requests, metrics)
-        return cls(config, names, metrics, admission, deployment)
+        requests = RequestBook(log_requests=config.observability.log_requests)
+        return cls(config, names, metrics, admission, requests, deployment)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. None means the served model.
@@ -72,6 +75,11 @@ class ServerState:
             and self.deployment().ready
         )
 
+    @property
+    def sleep_phase(self) -> str | None:
+        """See ``AsyncLLM.sleep_phase``: requests are accepted then, and wait."""
+        return self.llm.sleep_phase if self.llm is not None else None
+
     def progress(self) -> tuple[str, float]:
         """(phase, percent of the start-up)."""
         if self.draining:
@@ -81,6 +89,8 @@ class ServerState:
         deployment = self.deployment()
         if deployment.ready and not self.is_ready:
             return "connecting", 99.0
+        if self.sleep_phase is not None:
+            return self.sleep_phase, 100.0
         return deployment.phase, deployment.percent
 
     def serving_llm(self) -> AsyncLLM:

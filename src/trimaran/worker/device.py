@@ -1,11 +1,13 @@
 """What this process may use of its machine: cores and memory, containers' limits included.
 
-Owns: reading affinity, cgroup (v1 and v2) and /proc. Knows nothing of models. Called by ``worker``.
+Owns: reading affinity, cgroup (v1 and v2) and /proc, and giving memory back. Knows nothing of
+models. Called by ``worker``.
 
 A cgroup's own folder may be hidden in a container, where the mount begins at that folder: so every
 folder from the cgroup's path up to the mount is looked at, and the tightest limit counts.
 """
 
+import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,6 +58,13 @@ def free_memory_bytes(root: Path = _ROOT) -> int:
                 )
                 free.append(limit - max(0, usage - files))
     return max(0, min(free))
+
+
+def return_freed_memory() -> None:
+    """Give what this process has freed back to the system, which glibc does for big blocks only."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # another C library has its own ways
+        trim(0)
 
 
 def _cpu_quota(root: Path) -> float | None:

@@ -21,6 +21,7 @@ from trimaran.model.sampling.batch import SamplingBatch
 from trimaran.model.sampling.rows import SampleRows
 from trimaran.model.sampling.sampler import Sampler
 from trimaran.worker.input_batch import InputBatch, StepInputs
+from trimaran.worker.prompt_embeds import PromptEmbeds
 
 # Logits are made in pieces of at most this size: 256 sequences of a large vocabulary would need
 # 256 MiB at once.
@@ -52,6 +53,7 @@ class ModelRunner:
         self._settings = SamplingBatch(max_num_seqs, vocab_size)
         self._sampler = Sampler(num_known_tokens)
         self._rows_per_piece = max(1, _LOGITS_BYTES // (4 * vocab_size))
+        self._prompt_embeds = PromptEmbeds()
         self._prompt_logprobs_of: dict[str, int] = {}  # request id -> how many
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -66,6 +68,7 @@ class ModelRunner:
                 step.positions,
                 self._kv_caches,
                 [step.metadata[group] for group in self._group_of_layer],
+                self._prompt_embeds.of_step(plan, step.query_start),
                 on_layer=partial(self._on_unit, len(step.input_ids)),
             )
             prompt_logprobs = self._prompt_logprobs(plan, step, hidden)
@@ -76,9 +79,11 @@ class ModelRunner:
     def _apply(self, plan: SchedulerOutput) -> None:
         for request_id in plan.left_request_ids:
             self._settings.leave(self._batch.leave(request_id))
+            self._prompt_embeds.leave(request_id)
             self._prompt_logprobs_of.pop(request_id, None)
         for request in plan.new_requests:
             self._settings.enter(self._batch.enter(request), request)
+            self._prompt_embeds.enter(request)
             if request.sampling_params.prompt_logprobs is not None:
                 count = request.sampling_params.prompt_logprobs
                 self._prompt_logprobs_of[request.request_id] = count

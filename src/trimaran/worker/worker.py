@@ -6,11 +6,13 @@ parts that compute. Knows nothing of scheduling. Called by ``executor/inproc``.
 
 import logging
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
 from trimaran.config import EngineConfig
-from trimaran.errors import ConfigError
+from trimaran.errors import CheckpointError, ConfigError
+from trimaran.formats.checkpoint import ModelSource
 from trimaran.formats.hub import locate_model
 from trimaran.formats.model_source import open_model
 from trimaran.messages import (
@@ -23,10 +25,12 @@ from trimaran.messages import (
 from trimaran.model.kernels.base import Kernels
 from trimaran.model.kernels.select import select_kernels
 from trimaran.model.loader import load_model
+from trimaran.model.models.decoder import CausalLM
 from trimaran.scheduling.kv_layout import make_kv_cache_layout
-from trimaran.worker.device import allowed_threads, free_memory_bytes
+from trimaran.worker.device import allowed_threads, free_memory_bytes, return_freed_memory
 from trimaran.worker.kv_tensors import allocate_kv_caches
 from trimaran.worker.model_runner import ModelRunner
+from trimaran.worker.profiling import Recorder
 from trimaran.worker.vocabulary import num_known_tokens
 from trimaran.worker.warm_up import warm_up_plans
 
@@ -49,46 +53,40 @@ class Worker:
         self._config = config
         self._on_unit = on_unit
         self._device = torch.device("cpu")
+        self._recorder = Recorder(config.observability.profile_dir)
+        # None or empty while asleep. Nothing else may hold them, or the memory does not come back.
+        self.model: CausalLM | None = None
+        self._runner: ModelRunner | None = None
+        self.kv_caches: list[torch.Tensor] = []
 
     def load(self, on_progress: Callable[[str, float, str], None]) -> ModelFacts:
         """Read the weights and take stock; on_progress as ``executor.base.ProgressCallback``."""
         config = self._config
         threads = allowed_threads(config.executor.threads)
         torch.set_num_threads(threads.count)
-        source = open_model(
-            locate_model(
-                config.model.model,
-                revision=config.model.revision,
-                download_dir=config.model.download_dir,
-                offline=config.model.offline,
-            )
+        self._path = locate_model(
+            config.model.model,
+            revision=config.model.revision,
+            download_dir=config.model.download_dir,
+            offline=config.model.offline,
         )
-        shape = source.architecture
+        source = open_model(self._path)
+        self._shape = shape = source.architecture
         asked = config.model.dtype
         self._dtype = _DTYPES[shape.file_dtype if asked == "auto" else asked]
-        kernels = self._select_kernels(shape.head_dim)
-
-        def on_bytes(done: int, total: int) -> None:
-            detail = f"{done // _MIB} of {total // _MIB} MiB"
-            on_progress("loading", done / max(1, total), detail)
-
-        with torch.inference_mode():
-            self._model = load_model(
-                source,
-                dtype=self._dtype,
-                kernels=kernels,
-                on_progress=on_bytes,
-            )
+        self._kernels = kernels = self._select_kernels(shape.head_dim)
+        self.model = self._read_weights(source, on_progress)
         self._num_known_tokens = num_known_tokens(source.tokenizer, shape.vocab_size)
         facts = ModelFacts(
             layout=self._kv_layout(),
             vocab_size=shape.vocab_size,
             max_model_len=shape.max_position_embeddings,
             dtype=str(self._dtype).removeprefix("torch."),
-            weight_bytes=self._model.weight_bytes,
+            weight_bytes=self.model.weight_bytes,
             available_kv_bytes=free_memory_bytes(),
             num_threads=threads.count,
             kernels=kernels.name,
+            hidden_size=shape.hidden_size,
         )
         logger.info(
             "%s: %d MiB of %s weights, %s kernels, %d threads (%s), %d MiB of memory free",
@@ -102,12 +100,26 @@ class Worker:
         )
         return facts
 
+    def _read_weights(
+        self, source: ModelSource, on_progress: Callable[[str, float, str], None]
+    ) -> CausalLM:
+        def on_bytes(done: int, total: int) -> None:
+            detail = f"{done // _MIB} of {total // _MIB} MiB"
+            on_progress("loading", done / max(1, total), detail)
+
+        with torch.inference_mode():
+            return load_model(
+                source, dtype=self._dtype, kernels=self._kernels, on_progress=on_bytes
+            )
+
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        shape = self._model.architecture
+        assert self.model is not None, "no weights are loaded"
         self._kv_config = config
-        self.kv_caches = allocate_kv_caches(config, shape.num_kv_heads, shape.head_dim, self._dtype)
+        self.kv_caches = allocate_kv_caches(
+            config, self._shape.num_kv_heads, self._shape.head_dim, self._dtype
+        )
         self._runner = ModelRunner(
-            self._model,
+            self.model,
             self.kv_caches,
             config.layout,
             max_num_seqs=self._config.scheduler.max_num_seqs,
@@ -119,14 +131,41 @@ class Worker:
         plans = warm_up_plans(
             self._kv_config,
             self._config.scheduler,
-            max_model_len=self._model.architecture.max_position_embeddings,
+            max_model_len=self._shape.max_position_embeddings,
         )
         for done, plan in enumerate(plans, 1):
-            self._runner.execute(plan)
+            self.execute(plan)
             on_progress("warming up", done / len(plans), "")
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        assert self._runner is not None, "a plan came before the KV cache, or during sleep"
         return self._runner.execute(plan)
+
+    def sleep(self, level: int) -> None:
+        self._runner = None
+        self.kv_caches = []
+        if level == 2:
+            self.model = None
+        return_freed_memory()
+
+    def wake_up(self, on_progress: Callable[[str, float, str], None]) -> None:
+        if self.model is None:
+            source = open_model(self._path)
+            if source.architecture != self._shape:
+                raise CheckpointError(
+                    "holds a model of another shape than at the start",
+                    file=str(self._path),
+                    hint="put the first one back, or start anew",
+                )
+            self.model = self._read_weights(source, on_progress)
+        self.initialize_kv_cache(self._kv_config)
+
+    def profile(self, action: Literal["start", "stop"]) -> str:
+        return str(self._recorder.start() if action == "start" else self._recorder.stop())
+
+    def close(self) -> None:
+        """End a recording that nobody stopped: the profiler is the whole process's."""
+        self._recorder.close()
 
     def _select_kernels(self, head_dim: int) -> Kernels:
         kernels = select_kernels(self._config.executor.kernels, self._device)
@@ -139,7 +178,7 @@ class Worker:
         return kernels
 
     def _kv_layout(self) -> KVCacheLayout:
-        shape = self._model.architecture
+        shape = self._shape
         return make_kv_cache_layout(
             [
                 (kind, shape.sliding_window if kind == "sliding" else 0)

@@ -5,6 +5,9 @@ import torch
 from tests.model.sampling.harness import Sequences, request, sample
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from trimaran.ipc.codec import Buffer
+from trimaran.messages import Tensor
+
 WIDTH = 300
 
 
@@ -18,6 +21,15 @@ def test_repetition_penalty_over_prompt_and_output():
     requests = [request(each[:2], each[2:], repetition_penalty=1.7) for each in tokens]
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor(tokens), logits.clone())
     got = Sequences(requests, WIDTH).changed(logits)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+
+
+def test_placeholders_of_embeddings_are_no_tokens_to_a_penalty():
+    logits = some_logits(1)
+    embeds = request([0, 0], [9, 9], repetition_penalty=1.7)
+    embeds.prompt_embeds = Tensor("float32", (2, 1), Buffer(bytes(8)))
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[9, 9]]), logits.clone())
+    got = Sequences([embeds], WIDTH).changed(logits)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
 
 

@@ -51,6 +51,9 @@ def make(inputs, prompt=(5, 6, 7), **params):
         ({"allowed_token_ids": (1,), "min_tokens": 2}, "allowed_token_ids"),
         ({"allowed_token_ids": (7,), "stop_token_ids": (7,), "min_tokens": 2}, "allowed_token_ids"),
         ({"seed": 1 << 64}, "seed"),
+        ({"stop": ("\ud800",)}, "stop"),
+        ({"bad_words": ("a\udfff",)}, "bad_words"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     ],
 )
 def test_a_parameter_outside_its_range_is_named(inputs, params, field):

@@ -16,7 +16,7 @@ from trimaran.config import (
     SchedulerConfig,
 )
 from trimaran.engine.engine_core import EngineCore, make_executor
-from trimaran.errors import ConfigError, InvalidRequestError
+from trimaran.errors import ConfigError, InvalidRequestError, OutOfMemoryError
 from trimaran.executor.mock import MAX_MODEL_LEN, VOCAB_SIZE, MockExecutor
 from trimaran.messages import FinishReason, Ping, ResetPrefixCache
 
@@ -148,11 +148,11 @@ def test_control():
     core = make_core()
     core.add_request(make_request("a", 40, 3))
     core.step()
-    assert core.control(Ping()) == core.stats()
-    assert core.control(Ping()).num_running == 1
-    assert core.control(ResetPrefixCache()) is False
+    assert core.control(Ping()).result(0) == core.stats()
+    assert core.control(Ping()).result(0).num_running == 1
+    assert core.control(ResetPrefixCache()).result(0) is False
     run(core)
-    assert core.control(ResetPrefixCache()) is True
+    assert core.control(ResetPrefixCache()).result(0) is True
 
 
 class FailingExecutor(MockExecutor):
@@ -179,7 +179,7 @@ class FailingExecutor(MockExecutor):
 
 def test_failed_start_shuts_the_executor_down():
     executor = FailingExecutor(make_config(), "initialize")
-    with pytest.raises(MemoryError, match="KV cache"):
+    with pytest.raises(OutOfMemoryError, match=r"KV cache.*--kv-cache-memory-bytes"):
         EngineCore(make_config(), executor)
     assert executor.shutdowns == 1
 

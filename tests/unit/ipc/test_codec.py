@@ -4,9 +4,18 @@ import contextlib
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.ipc.frames import (
+    BOMBS,
+    MESSAGES,
+    damaged,
+    damaged_frames,
+    frames_of,
+    with_a_wild_field,
+)
 
+from trimaran import messages
 from trimaran.errors import ProtocolError
 from trimaran.ipc.codec import Decoder, Encoder
 from trimaran.messages import (
@@ -16,7 +25,7 @@ from trimaran.messages import (
     EngineCoreRequest,
     FinishReason,
     HandshakeMessage,
-    UtilityCall,
+    Tensor,
 )
 from trimaran.sampling_params import SamplingParams
 
@@ -51,30 +60,52 @@ def test_what_msgpack_cannot_hold_is_a_protocol_error():
         Encoder().encode(EngineCoreOutputs(1 << 70, 0))
 
 
-DECODERS = [
-    Decoder(kind)
-    for kind in (EngineCoreRequest, EngineCoreOutputs, UtilityCall, AbortRequests, HandshakeMessage)
-]
+TYPES = [*{type(message) for message in MESSAGES}, HandshakeMessage, Tensor]
+DECODERS = [Decoder(kind) for kind in TYPES]
+FRAMES = [(type(message), frames_of(message)) for message in MESSAGES]
 
 
-@given(st.sampled_from(DECODERS), st.binary(max_size=200))
-def test_random_bytes_raise_only_protocol_errors(decoder, frame):
+def test_the_messages_of_the_fuzz_are_in_order():
+    for kind, (payload, *buffers) in FRAMES:
+        Decoder(kind).decode(payload, buffers)
+    assert [len(frames) for _, frames in FRAMES].count(2) == 1
+
+
+def kinds_in(value):
+    if isinstance(value, msgspec.Struct):
+        return {type(value)}.union(*(kinds_in(getattr(value, f)) for f in value.__struct_fields__))
+    values = value.values() if isinstance(value, dict) else value
+    return set().union(*map(kinds_in, values)) if isinstance(value, list | tuple | dict) else set()
+
+
+def test_every_kind_of_message_is_among_them():
+    kinds = {
+        kind
+        for kind in vars(messages).values()
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    }
+    assert kinds_in(MESSAGES) == kinds, "put one of the new kind into tests/unit/ipc/frames.py"
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(DECODERS), damaged_frames(), st.lists(damaged_frames(), max_size=2))
+def test_nothing_but_protocol_errors_whatever_comes(decoder, payload, buffers):
     with contextlib.suppress(ProtocolError):
-        decoder.decode(frame)
+        decoder.decode(payload, buffers)
 
 
-@given(st.sampled_from([REQUEST, OUTPUTS]), st.data())
-def test_damaged_messages_raise_only_protocol_errors(message, data):
-    frame = bytearray(msgspec.msgpack.encode(message))
-    for _ in range(data.draw(st.integers(1, 4))):
-        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
-    cut = data.draw(st.integers(0, len(frame)))
+@settings(max_examples=400)
+@given(st.sampled_from(FRAMES), st.data())
+def test_nothing_but_protocol_errors_for_what_is_nearly_in_order(kind_and_frames, data):
+    kind, (payload, *buffers) = kind_and_frames
+    payload = data.draw(damaged(payload) | with_a_wild_field(payload))
+    buffers = data.draw(st.sampled_from([buffers, [], [*buffers, b"x"], buffers[::-1]]))
     with contextlib.suppress(ProtocolError):
-        Decoder(type(message)).decode(bytes(frame[:cut]))
+        Decoder(kind).decode(payload, buffers)
 
 
 @pytest.mark.parametrize("depth", [10, 100_000])
 def test_depth_and_length_bombs(depth):
-    for frame in (b"\x91" * depth, b"\xdd\xff\xff\xff\xff", b"\x92\xa1a\xdd\xff\xff\xff\xff"):
+    for frame in (b"\x91" * depth, *BOMBS):
         with pytest.raises(ProtocolError):
             Decoder(EngineCoreRequest).decode(frame)

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from trimaran.launch.api_spec import DeploymentWatch, StateChannel
-from trimaran.messages import DeploymentState
+from trimaran.messages import ApiServerReady, DeploymentState
 
 TIMEOUT_S = 5.0
 
@@ -49,10 +49,10 @@ def test_states_arrive_in_order_and_waiting_has_a_deadline(channel):
 def test_the_servers_word_reaches_the_supervisor(channel):
     watch = watch_of(channel)
     assert channel.read()
-    assert not channel.server_ready
-    watch.report_ready()
+    assert channel.ready is None
+    watch.report_ready([("importing", 0.5)])
     assert channel.read()
-    assert channel.server_ready
+    assert channel.ready == ApiServerReady([("importing", 0.5)])
     watch.close()
     assert not channel.read()
     channel.send(state(1.0))  # to nobody: no error

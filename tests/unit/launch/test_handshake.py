@@ -1,9 +1,12 @@
 """The launcher's end of the handshake: who is let in, and what is said of those who are missing."""
 
+import contextlib
 import re
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trimaran.config import CacheConfig, EngineConfig, ModelConfig
 from trimaran.engine.spec import fingerprint
@@ -114,3 +117,52 @@ def test_the_deadline_names_who_is_missing(handshake):
     handshake.check_deadline(1059.0)
     with pytest.raises(DeadlineExceededError, match=r"after 60 s: engine rank 1 \(phase spawned"):
         handshake.check_deadline(1061.0)
+
+
+WILD_INTEGERS = st.integers(-(1 << 63), (1 << 64) - 1) | st.sampled_from([0, 1, 100, 101])
+WILD_NUMBERS = st.floats() | st.integers(-5, 200).map(float)
+WILD_MESSAGES = st.one_of(
+    st.builds(
+        EngineHello, WILD_INTEGERS, WILD_INTEGERS, WILD_INTEGERS, WILD_INTEGERS, st.text(max_size=9)
+    ),
+    st.builds(EngineProgress, WILD_INTEGERS, WILD_INTEGERS, st.text(max_size=9), WILD_NUMBERS),
+    st.builds(
+        EngineCoreReadyResponse,
+        *[WILD_INTEGERS] * 6, st.text(max_size=3), *[WILD_INTEGERS] * 3, st.text(max_size=3),
+    ),
+    st.builds(HandshakeRefusal, st.text(max_size=9)),
+)  # fmt: skip
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.binary(max_size=3) | st.just(b"\0\0"), WILD_MESSAGES), max_size=5))
+def test_absurd_messages_change_nothing_that_matters(messages):
+    """As core_engines drives it: these two errors are refusals."""
+    handshake = Handshake({0: 100, 1: 101}, fingerprint(CONFIG), ADDRESSES, 1000.0, 60.0)
+    for identity, message in messages:
+        with contextlib.suppress(ProtocolError, ValueError):
+            handshake.receive(identity, message)
+        _, percent, _ = handshake.progress
+        assert 0.0 <= percent <= 100.0
+        handshake.missing(1001.0)
+    handshake.check_deadline(1001.0)
+    for response in handshake.responses:
+        response.verify()
+    for rank, incarnation in ((0, 100), (1, 101)):
+        assert handshake.receive(engine_identity(rank), hello(rank, incarnation))
+        handshake.receive(engine_identity(rank), ready(rank, incarnation))
+    assert handshake.complete
+
+
+@pytest.mark.parametrize("field", ["num_kv_blocks", "block_size", "max_model_len", "vocab_size"])
+def test_an_engine_that_can_compute_nothing_is_not_ready(handshake, field):
+    response = ready(0, 100)
+    setattr(response, field, 0)
+    with pytest.raises(ProtocolError, match="nothing"):
+        handshake.receive(engine_identity(0), response)
+    assert not handshake.responses
+
+
+def test_an_engine_speaks_for_itself_only(handshake):
+    with pytest.raises(ProtocolError, match="old or unknown"):
+        handshake.receive(engine_identity(1), ready(0, 100))

@@ -44,13 +44,15 @@ def test_a_new_recorder_shows_zeros():
 def test_engine_stats_are_shown_per_rank():
     recorder = MetricsRecorder("demo")
     recorder.on_scheduler_stats(0, SchedulerStats(num_running=3, num_waiting=2, kv_cache_usage=0.5))
-    recorder.on_scheduler_stats(1, SchedulerStats(num_running=7, num_preemptions=4))
+    recorder.on_scheduler_stats(1, SchedulerStats(num_running=7, num_preemptions=4, sleep_level=2))
     samples = scrape(recorder)
     assert samples[("vllm:num_requests_running", *labels(0))] == 3
     assert samples[("vllm:num_requests_running", *labels(1))] == 7
     assert samples[("vllm:num_requests_waiting", *labels(0))] == 2
     assert samples[("vllm:kv_cache_usage_perc", *labels(0))] == 0.5
     assert samples[("vllm:num_preemptions_total", *labels(1))] == 4
+    assert samples[("trimaran:engine_sleep_level", *labels(0))] == -1
+    assert samples[("trimaran:engine_sleep_level", *labels(1))] == 2
     recorder.on_scheduler_stats(1, SchedulerStats())
     assert scrape(recorder)[("vllm:num_requests_running", *labels(1))] == 0
 

@@ -169,10 +169,13 @@ class Box:
         self.plans: list[SchedulerOutput] = []
 
     def add(self, request: EngineCoreRequest) -> Stream:
-        self.scheduler.add(request)
+        answer = self.scheduler.add(request)
         self.requests[request.request_id] = request
         self.executor.set_salt(request.request_id, request.cache_salt)
-        return self.streams.setdefault(request.request_id, Stream())
+        stream = self.streams.setdefault(request.request_id, Stream())
+        if answer is not None:
+            stream.take(answer, 0, len(request.prior_output_ids))
+        return stream
 
     def step(self) -> SchedulerOutput:
         plan = self.scheduler.schedule()

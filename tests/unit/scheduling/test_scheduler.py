@@ -284,7 +284,10 @@ def test_preemption_takes_the_latest_and_changes_nothing(layers):
     for name, stream in zip("abc", streams, strict=True):
         assert stream.tokens == expected_tokens(box.requests[name].prompt_token_ids, 20)
         stamps = {output.queued_at for output in stream.outputs}
-        assert stamps <= {100.0, 0.0}, "time stamps come with the first output only"
+        assert stamps <= {100.0, 0.0}, "time stamps are told with few outputs"
+    told = [max(output.num_preemptions for output in stream.outputs) for stream in streams]
+    assert sum(told) == box.scheduler.stats().num_preemptions
+    assert told[0] <= 1
     assert [stream.steps[-1] for stream in streams] == sorted(s.steps[-1] for s in streams)
 
 
@@ -499,6 +502,8 @@ def test_first_output_carries_stamps_and_cached_tokens():
     box.run()
     first, second = stream.outputs
     assert (first.queued_at, first.scheduled_at) == (100.0, pytest.approx(100.02))
+    assert first.first_token_at == first.scheduled_at, "no time passes within a step here"
+    assert second.first_token_at == 0.0
     assert (second.queued_at, second.scheduled_at, second.num_cached_tokens) == (0.0, 0.0, 0)
 
 
@@ -522,9 +527,11 @@ def test_outputs_go_to_the_client_that_asked():
     }
 
 
-def test_one_request_that_cannot_go_on_ends_alone():
+def test_one_request_that_cannot_go_on_ends_alone(caplog):
     box = Box()
-    broken, whole = (box.add(make_request(name, 5, 4)) for name in ("a", "b"))
+    broken, whole = (
+        box.add(make_request(name, 5, 4, external_id=f"theirs-{name}")) for name in ("a", "b")
+    )
     plan = box.scheduler.schedule()
     output = box.executor.execute(plan)
     output.errors = {"a": "not a number", "unknown": "nobody's"}
@@ -532,6 +539,9 @@ def test_one_request_that_cannot_go_on_ends_alone():
         (broken if news.request_id == "a" else whole).take(news, plan.step, 0)
     assert broken.finish_reason is FinishReason.ERROR
     assert broken.outputs[-1].error == "not a number"
+    [record] = caplog.records
+    assert record.request_id == "theirs-a", "the log names it as its client does"
+    assert "not a number" in record.getMessage()
     assert broken.tokens == []
     box.run()
     assert len(whole.tokens) == 4

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from trimaran.client.outputs import (
+    ChoiceTimeline,
     CompletionOutput,
     PositionLogprobs,
     RequestOutput,
@@ -19,7 +20,7 @@ from trimaran.client.outputs import (
 )
 from trimaran.errors import EngineDeadError, InvalidRequestError
 from trimaran.formats.architecture import GenerationDefaults
-from trimaran.messages import ResetPrefixCache
+from trimaran.messages import ResetPrefixCache, Sleep
 from trimaran.sampling_params import RequestOutputKind, SamplingParams
 from trimaran.text.chat_template import ChatTemplate
 
@@ -91,6 +92,9 @@ class FakeLLM:
         self.aborted = threading.Semaphore(0)  # released by each request closed before its end
         self.num_running = 0
         self.rendered: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
+        self.sleep_phase: str | None = None
+        self.slept: list[tuple[object, object]] = []  # level and mode of every sleep
+        self.control_error: Exception | None = None  # what waking up and profiling fail with
         self.resets = [True, True]  # what its two engines say of a reset
 
     async def encode(
@@ -129,11 +133,21 @@ class FakeLLM:
         if self.dead_error is not None:
             raise self.dead_error
         self.requests.append((prompt, params, {"request_id": request_id, **options}))
+        timeline = options["timeline"]
+        timeline.submitted = timeline.received + 1.0
+        timeline.num_prompt_tokens = len(prompt)
+        timeline.choices = [ChoiceTimeline(choice) for choice in range(params.n)]
         self.num_running += 1
         ended = False
         try:
             async for item in self._outputs(prompt, params, request_id):
                 ended = item.finished
+                for choice in timeline.choices:
+                    choice.queued = choice.scheduled = choice.first_token = timeline.submitted
+                    choice.first_token_received = choice.last_token = timeline.received + 2.0
+                    choice.num_output_tokens = item.num_generated_tokens // params.n
+                    choice.finished = timeline.received + 3.0 if ended else 0.0
+                    choice.finish_reason = "length" if ended else None
                 yield item
         except EngineDeadError:
             ended = True
@@ -197,6 +211,28 @@ class FakeLLM:
 
     async def control(self, operation: object, *, timeout_s: float = 30) -> list[bool]:
         return self.resets if isinstance(operation, ResetPrefixCache) else []
+
+    async def sleep(self, level: Any, mode: Any) -> None:
+        operation = Sleep(level, mode)
+        self.slept.append((operation.level, operation.mode))
+        self.sleep_phase = "sleeping"
+
+    async def wake_up(self) -> None:
+        self._fail_if_told()
+        self.sleep_phase = None
+
+    async def is_sleeping(self) -> bool:
+        return self.sleep_phase == "sleeping"
+
+    async def start_profile(self) -> list[str]:
+        self._fail_if_told()
+        return ["/profiles/one", "/profiles/two"]
+
+    stop_profile = start_profile
+
+    def _fail_if_told(self) -> None:
+        if self.control_error is not None:
+            raise self.control_error
 
     async def shutdown(self) -> None:
         self.is_ready = False

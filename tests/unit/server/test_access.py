@@ -12,7 +12,10 @@ from trimaran.server.auth import Access, KeyRing, load_keys
 
 COMPLETION = {"prompt": "a", "max_tokens": 1}
 OPEN = {"/health", "/ready"}
-ADMIN = {"/reset_prefix_cache"}
+ADMIN = {
+    "/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping", "/start_profile", "/stop_profile",
+    "/requests", "/requests/nobody",
+}  # fmt: skip
 
 
 def bearer(key):
@@ -21,13 +24,13 @@ def bearer(key):
 
 def live_routes(server):
     routes = [
-        (route.path.replace("{model:path}", "demo"), method)
+        (route.path.replace("{model:path}", "demo").replace("{request_id:path}", "nobody"), method)
         for route in server.app.router.routes
         if isinstance(route, Route)
         for method in route.methods
     ]
     assert len(routes) == len(server.app.router.routes), "a route of another kind: test it too"
-    assert len(routes) >= 16
+    assert len(routes) >= 21
     return routes
 
 

@@ -211,6 +211,7 @@ def test_every_sampling_field_reaches_the_engine(server):
         assert getattr(params, name) == tuple(value), name
     assert params.stop == ("x",)
     assert params.logit_bias == {7: -3.0}
+    assert options.pop("timeline").received > 0
     assert options == {
         "request_id": "mine-1",
         "priority": 0,

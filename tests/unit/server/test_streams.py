@@ -11,6 +11,7 @@ from tests.unit.server.fake_llm import FakeLLM
 from tests.unit.server.harness import DEADLINE_S, serving
 
 from trimaran.server.errors import ErrorBoundary
+from trimaran.server.request_book import RequestBook
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -219,7 +220,8 @@ def test_an_answer_that_has_begun_is_not_begun_again():
         sent.append(message["type"])
 
     async def run():
-        await ErrorBoundary(broken)({"type": "http", "headers": []}, None, send)
+        scope = {"type": "http", "method": "GET", "headers": []}
+        await ErrorBoundary(broken, book=RequestBook())(scope, None, send)
 
     with pytest.raises(RuntimeError, match="too late"):
         asyncio.run(run())

@@ -41,6 +41,7 @@ class Arithmetic:
         positions: torch.Tensor,
         kv_caches: Sequence[torch.Tensor],
         metadata: Sequence[AttentionMetadata],
+        given: None,
         on_layer: Callable[[], None],
     ) -> torch.Tensor:
         hidden = torch.zeros(len(input_ids), 1, dtype=torch.float64)

@@ -9,6 +9,7 @@ Each norm is fused with the addition before it, so a layer ends with the *next* 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,6 +21,14 @@ from trimaran.model.layers.rotary import RotaryEmbedding
 from trimaran.model.weights import Weights
 
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class GivenEmbeddings:
+    """Rows that stand instead of the embeddings of some tokens of a step."""
+
+    places: torch.Tensor  # int64 [G]: which of the step's tokens
+    rows: torch.Tensor  # [G, hidden_size]: what the first layer sees, so after any scaling
 
 
 class CausalLM(Protocol):
@@ -35,6 +44,7 @@ class CausalLM(Protocol):
         positions: torch.Tensor,
         kv_caches: Sequence[torch.Tensor],
         metadata: Sequence[AttentionMetadata],
+        given: GivenEmbeddings | None = None,
         on_layer: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """input_ids, positions int64 [T] -> hidden states after the final norm [T, hidden_size].
@@ -97,10 +107,13 @@ class DecoderForCausalLM(ABC):
         positions: torch.Tensor,
         kv_caches: Sequence[torch.Tensor],
         metadata: Sequence[AttentionMetadata],
+        given: GivenEmbeddings | None = None,
         on_layer: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """See CausalLM."""
         embedded = self._embedding(input_ids)
+        if given is not None:
+            embedded[given.places] = given.rows.to(embedded.dtype)
         residual = embedded.to(torch.float32, copy=True)
         hidden = self._kernels.rms_norm(embedded, self._norms[0], self.architecture.rms_norm_eps)
         for layer, next_norm, kv_cache, where in zip(

@@ -25,8 +25,9 @@ class _SeenTokens:
         self.presence = params.presence_penalty
         tokens = np.asarray(request.token_ids, np.int64)
         output, output_counts = np.unique(tokens[request.prompt_len :], return_counts=True)
-        # The prompt matters to repetition_penalty only.
-        seen = np.unique(tokens) if self.repetition != 1.0 else output
+        # The prompt matters to repetition_penalty only, and only if it has tokens of its own.
+        counts_prompt = self.repetition != 1.0 and request.prompt_embeds is None
+        seen = np.unique(tokens) if counts_prompt else output
         counts = np.zeros(len(seen), np.float32)
         counts[np.searchsorted(seen, output)] = output_counts
         fits = seen < vocab_size

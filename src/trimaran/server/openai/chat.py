@@ -16,7 +16,6 @@ from starlette.responses import Response
 from trimaran.client.async_llm import AsyncLLM
 from trimaran.client.outputs import CompletionOutput
 from trimaran.errors import InvalidRequestError
-from trimaran.server.errors import request_id_of
 from trimaran.server.limits import read_json
 from trimaran.server.openai.generation import (
     ChunkWriter,
@@ -77,19 +76,19 @@ class OpenAIServingChat:
     async def create_chat_completion(self, request: Request) -> Response:
         """Answer a conversation with n choices."""
         state = self._state
+        record = state.requests.track(request)
         llm = state.serving_llm()
         body = await read_json(
             request, ChatCompletionRequest, state.config.server.max_request_bytes
         )
         model = state.check_model(body.model)
         body.check(scheduling_policy=state.config.scheduler.scheduling_policy)
-        request_id = request_id_of(request)
         # An answer is a text of its own, unless it goes on within the last message.
         continues = bool(body.continue_final_message)
-        run = GenerationRun(state, llm, body, 1, continues_prompt=continues)
-        chat = _Chat(state, run, body, model, request_id)
+        run = GenerationRun(state, llm, body, 1, record, continues_prompt=continues)
+        chat = _Chat(state, run, body, model)
         if body.stream:
-            return EventStream(chat.events(), request_id)
+            return EventStream(chat.events())
         async with cancelled_when_gone(request.receive):
             return Response(await chat.whole(), media_type="application/json")
 
@@ -103,18 +102,16 @@ class _Chat:
         run: GenerationRun,
         body: ChatCompletionRequest,
         model: str,
-        request_id: str,
     ) -> None:
         self._state = state
         self._run = run
         self._body = body
-        self._request_id = request_id
         self._role = state.config.server.response_role
         self._started: set[int] = set()
         # With neither of these, most pieces are a text between constant bytes.
         self._is_plain = not body.logprobs and not body.return_token_ids
         self._head = {
-            "id": f"chatcmpl-{request_id}",
+            "id": f"chatcmpl-{run.record.request_id}",
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
             "model": model,
@@ -122,7 +119,7 @@ class _Chat:
 
     async def whole(self) -> bytes:
         choices: list[dict[str, Any]] = []
-        async with aclosing(self._run.outputs(self._prepare, self._request_id)) as outputs:
+        async with aclosing(self._run.outputs(self._prepare)) as outputs:
             async for _, output in outputs:
                 choices += [self._choice(completion) for completion in output.outputs]
         choices.sort(key=lambda choice: int(choice["index"]))
@@ -135,12 +132,13 @@ class _Chat:
             answer["prompt_token_ids"] = self._run.prompts[0].token_ids
         if self._body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(self._run.prompt_logprobs[0])
+        answer.update(self._run.timeline())
         return to_json(answer)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """One item per engine step that has something to show."""
         writer = ChunkWriter(self._head, self._run)
-        async with aclosing(self._run.outputs(self._prepare, self._request_id)) as outputs:
+        async with aclosing(self._run.outputs(self._prepare)) as outputs:
             async for _, output in outputs:
                 chunks = []
                 for completion in output.outputs:

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trimaran.client.outputs import CompletionOutput, PositionLogprobs
-from trimaran.server.errors import request_id_of
 from trimaran.server.limits import read_json
 from trimaran.server.openai.generation import (
     ChunkWriter,
@@ -36,15 +35,15 @@ class OpenAIServingCompletion:
     async def create_completion(self, request: Request) -> Response:
         """Complete one or several prompts, each with n choices."""
         state = self._state
+        record = state.requests.track(request)
         llm = state.serving_llm()
         body = await read_json(request, CompletionRequest, state.config.server.max_request_bytes)
         model = state.check_model(body.model)
         body.check(scheduling_policy=state.config.scheduler.scheduling_policy)
-        request_id = request_id_of(request)
-        run = GenerationRun(state, llm, body, len(body.prompts()))
-        completion = _Completion(run, body, model, request_id)
+        run = GenerationRun(state, llm, body, len(body.prompts()), record)
+        completion = _Completion(run, body, model)
         if body.stream:
-            return EventStream(completion.events(), request_id)
+            return EventStream(completion.events())
         async with cancelled_when_gone(request.receive):
             return Response(await completion.whole(), media_type="application/json")
 
@@ -52,14 +51,11 @@ class OpenAIServingCompletion:
 class _Completion:
     """One HTTP request on its way."""
 
-    def __init__(
-        self, run: GenerationRun, body: CompletionRequest, model: str, request_id: str
-    ) -> None:
+    def __init__(self, run: GenerationRun, body: CompletionRequest, model: str) -> None:
         self._run = run
         self._body = body
-        self._request_id = request_id
         self._head = {
-            "id": f"cmpl-{request_id}",
+            "id": f"cmpl-{run.record.request_id}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
@@ -69,19 +65,20 @@ class _Completion:
     async def whole(self) -> bytes:
         """The answer, choices in order of prompts, then of n."""
         choices = []
-        async with aclosing(self._run.outputs(self._prepare, self._request_id)) as outputs:
+        async with aclosing(self._run.outputs(self._prepare)) as outputs:
             async for prompt_index, output in outputs:
                 choices += [
                     self._choice(prompt_index, completion.index).whole(completion)
                     for completion in output.outputs
                 ]
         choices.sort(key=lambda choice: int(choice["index"]))
-        return to_json({**self._head, "choices": choices, "usage": self._run.usage.as_dict()})
+        usage = self._run.usage.as_dict()
+        return to_json({**self._head, "choices": choices, "usage": usage, **self._run.timeline()})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """One item per engine step that has something to show."""
         writer = ChunkWriter(self._head, self._run)
-        async with aclosing(self._run.outputs(self._prepare, self._request_id)) as outputs:
+        async with aclosing(self._run.outputs(self._prepare)) as outputs:
             async for prompt_index, output in outputs:
                 chunks = [
                     writer.chunk(part)

@@ -16,6 +16,7 @@ from trimaran.client.outputs import PositionLogprobs, RequestOutput
 from trimaran.errors import InvalidRequestError, RequestFailedError
 from trimaran.sampling_params import SamplingParams
 from trimaran.server.openai.protocol import GenerationBody
+from trimaran.server.request_book import RequestRecord
 from trimaran.server.sse import DONE, merge
 from trimaran.server.state import ServerState
 
@@ -149,12 +150,14 @@ class GenerationRun:
         llm: AsyncLLM,
         body: GenerationBody,
         num_prompts: int,
+        record: RequestRecord,
         *,
         continues_prompt: bool = True,
     ) -> None:
         """``continues_prompt``: see ``AsyncLLM.generate``."""
         self.llm = llm
         self.body = body
+        self.record = record
         self.usage = Usage()
         self.prompts: list[PreparedPrompt] = []
         # Per prompt; they come once, with its first output.
@@ -164,18 +167,19 @@ class GenerationRun:
         self._continues_prompt = continues_prompt
 
     async def outputs(
-        self, prepare: Callable[[PromptFitter], Awaitable[list[PreparedPrompt]]], request_id: str
+        self, prepare: Callable[[PromptFitter], Awaitable[list[PreparedPrompt]]]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(prompt index, output) as the engines deliver. Closing it aborts what still runs.
 
         Raises OverloadedError: no place is free. RequestFailedError: the engine gave up. And
         what ``prepare`` and ``generate`` raise.
         """
-        body = self.body
+        body, request_id = self.body, self.record.request_id
         with self._state.admission.admit(self._num_prompts * body.choices_per_prompt):
             self.prompts = await prepare(
                 PromptFitter(self._state, self.llm, body, self._num_prompts)
             )
+            timelines = self._state.requests.tokenised(self.record, len(self.prompts))
             streams = [
                 self.llm.generate(
                     prompt.token_ids,
@@ -184,6 +188,7 @@ class GenerationRun:
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt,
                     continues_prompt=self._continues_prompt,
+                    timeline=timelines[index],
                 )
                 for index, prompt in enumerate(self.prompts)
             ]
@@ -191,6 +196,10 @@ class GenerationRun:
                 async for index, output in merged:
                     self._note(index, output)
                     yield index, output
+
+    def timeline(self) -> dict[str, Any]:
+        """{"timeline": …} where it was asked for."""
+        return {"timeline": self.record.timeline.as_dict()} if self.body.timeline else {}
 
     def _note(self, index: int, output: RequestOutput) -> None:
         self.usage.add(index, output)
@@ -222,9 +231,12 @@ class ChunkWriter:
         return self._open + choice + self._close
 
     def end(self) -> bytes:
-        """The usage where it was asked for, and the end of the stream."""
-        usage = self._open + self._with_usage() if self._run.body.include_usage else b""
-        return usage + DONE
+        """Usage and timeline where they were asked for, and the end of the stream."""
+        news = self._run.timeline()
+        if self._run.body.include_usage:
+            news["usage"] = self._run.usage.as_dict()
+        last = self._open + b"]," + to_json(news)[1:] + b"\n\n" if news else b""
+        return last + DONE
 
     def _with_usage(self) -> bytes:
         return b'],"usage":' + to_json(self._run.usage.as_dict()) + b"}\n\n"

@@ -137,6 +137,7 @@ class GenerationBody(RequestBody):
     priority: Annotated[int, Field(ge=-(1 << 31), le=MAX_TOKEN_ID)] | None = None
     cache_salt: CacheSalt | None = None
     return_token_ids: bool | None = None
+    timeline: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
