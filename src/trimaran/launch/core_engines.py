@@ -46,9 +46,8 @@ from trimaran.process.spawn import Child, ChildEnd
 logger = logging.getLogger(__name__)
 
 _WAITING_LOG_INTERVAL_S = 5.0
-# How often deadlines are looked at, and, once all is ready, progress; the rest wakes the loop.
+# How often deadlines and progress are looked at; everything else wakes the loop by itself.
 TICK_S = 0.5
-_READY_TICK_S = 1.0
 _THREAD_END_TIMEOUT_S = 5.0
 
 
@@ -238,7 +237,7 @@ class LaunchedEngines:
         for source in (_Descriptor(self._wake), *self._engines.sources):
             poller.register(source)
         while not self._closing:
-            for source in poller.poll(_READY_TICK_S if self.ready.done() else TICK_S):
+            for source in poller.poll(TICK_S):
                 if self._closing:
                     return
                 end = self._engines.handle(source)
