@@ -36,6 +36,7 @@ from trimaran.messages import (
     KVCacheConfig,
     ModelFacts,
     ModelRunnerOutput,
+    Ping,
     SchedulerOutput,
 )
 
@@ -329,11 +330,16 @@ def stub_api(spec: ApiServerSpec) -> None:
     asyncio.run(_stub_api(spec))
 
 
+def stub_api_that_asks(spec: ApiServerSpec) -> None:
+    """And, once it is connected, asks the engine something again and again."""
+    asyncio.run(_stub_api(spec, asks=True))
+
+
 def stub_api_that_dies(spec: ApiServerSpec) -> None:
     raise CheckpointError("no tokenizer", file="tokenizer.json", hint="get one")
 
 
-async def _stub_api(spec: ApiServerSpec) -> None:
+async def _stub_api(spec: ApiServerSpec, asks: bool = False) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     watch = DeploymentWatch(spec.state_fd).start()
@@ -351,6 +357,8 @@ async def _stub_api(spec: ApiServerSpec) -> None:
     async def connect() -> None:
         await client.wait_ready_async()
         watch.report_ready()
+        while asks:
+            await client.control_async(Ping())
 
     connecting = asyncio.create_task(connect())
     await stop.wait()

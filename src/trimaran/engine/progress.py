@@ -35,6 +35,7 @@ class WorkProgress:
             self._busy = busy
             self._unit_began = self._clock.monotonic()
             self._cells.set_pending(busy)
+            self._set_limit()
 
     def unit_done(self, num_tokens: int = 0) -> None:
         """Of a batch of ``num_tokens``. Called per layer: a clock reading and a memory write."""
@@ -70,4 +71,5 @@ class WorkProgress:
 
     def _set_limit(self) -> None:
         growth = max(1.0, self._step_tokens / self._most_tokens)
-        self._cells.set_limit(_PATIENCE * self._longest_s * growth)
+        # Nothing is under way in an idle engine, so nothing excuses it from taking messages.
+        self._cells.set_limit(_PATIENCE * self._longest_s * growth if self._busy else 0.0)

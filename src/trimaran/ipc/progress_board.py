@@ -50,7 +50,7 @@ class Activity(NamedTuple):
 
     pending: bool  # it has work
     progress: int  # changes whenever a unit of work is done
-    limit_s: float  # what the engine itself allows the present unit; 0: nothing special
+    limit_s: float  # what the engine itself allows the present unit; 0: it has no wishes
 
 
 class EngineReading(NamedTuple):
@@ -113,16 +113,16 @@ class ProgressBoard:
             num_received += count
             if tagged >> 32 == incarnation & _MASK:
                 not_received = not_received or tagged & _MASK != count & _MASK
-        applied = values[row + _APPLIED]
+        applied, limit_s = values[row + _APPLIED], values[row + _LIMIT_MS] / 1000
         return EngineReading(
             steps=values[row + _STEPS],
             computing=Activity(
                 pending=bool(values[row + _PENDING]) or values[row + _QUEUED] != applied,
                 progress=values[row + _UNITS] + applied,
-                limit_s=values[row + _LIMIT_MS] / 1000,
+                limit_s=limit_s,
             ),
             # A link that turns and finds nothing is not to blame for a message that is on its way.
-            receiving=Activity(not_received, num_received + values[row + _TURNS], 0.0),
+            receiving=Activity(not_received, num_received + values[row + _TURNS], limit_s),
         )
 
     def close(self) -> None:

@@ -45,9 +45,8 @@ from trimaran.process.spawn import Child, ChildEnd
 logger = logging.getLogger(__name__)
 
 _WAITING_LOG_INTERVAL_S = 5.0
-# How often deadlines are looked at, and, once all is ready, progress; the rest wakes the loop.
+# How often deadlines and progress are looked at; everything else wakes the loop by itself.
 TICK_S = 0.5
-_READY_TICK_S = 1.0
 _THREAD_END_TIMEOUT_S = 5.0
 
 
@@ -129,11 +128,10 @@ class CoreEngines:
         while (frames := self._socket.try_receive()) is not None:
             try:
                 answer = self.handshake.receive(frames[0], self._decoder.decode(frames[-1]))
+                if answer is not None:  # it quotes the peer, and may be too large by that
+                    self._socket.try_send([frames[0], self._encoder.encode(answer)])
             except (ProtocolError, ValueError) as error:
                 logger.warning("refused a handshake message: %s", error)
-                continue
-            if answer is not None:
-                self._socket.try_send([frames[0], self._encoder.encode(answer)])
         return None
 
     def tick(self) -> None:
@@ -246,7 +244,7 @@ class LaunchedEngines:
         for source in (_Descriptor(self._wake), *self._engines.sources):
             poller.register(source)
         while not self._closing:
-            for source in poller.poll(_READY_TICK_S if self.ready.done() else TICK_S):
+            for source in poller.poll(TICK_S):
                 if self._closing:
                     return
                 end = self._engines.handle(source)

@@ -7,32 +7,26 @@ Owns: the judgement (``HangWatch``, without processes or memory) and what follow
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trimaran.clock import Clock
-from trimaran.ipc.progress_board import Activity, EngineReading, ProgressBoard
+from trimaran.ipc.progress_board import EngineReading, ProgressBoard
 from trimaran.launch.processes import CoreEngineProcManager, EngineId, log_stacks
 
 logger = logging.getLogger(__name__)
 
-# Looks come every second or more often. Whoever looks this much later was suspended or starved, and
-# so, perhaps, was everybody else.
+# Looks come twice a second or more often. Whoever looks this much later was suspended or starved,
+# and so, perhaps, was everybody else.
 LATE_S = 4.0
 # Between the question for its stacks and the end of an engine.
 STACKS_WAIT_S = 0.5
 
 
-@dataclass
-class _Standstill:
-    """An activity that has not moved since."""
+class _Standstill(NamedTuple):
+    """Work was pending and nothing moved at every look since."""
 
     progress: int
     since: float
-
-    def lasts_s(self, activity: Activity, now: float) -> float:
-        if not activity.pending or activity.progress != self.progress:
-            self.progress, self.since = activity.progress, now
-        return now - self.since
 
 
 class HangWatch:
@@ -56,9 +50,13 @@ class HangWatch:
                 ("no progress for {:.3g} s with work pending", reading.computing),
                 ("it has taken no message for {:.3g} s", reading.receiving),
             ):
-                known = before.get((engine, text)) or _Standstill(activity.progress, now)
+                if not activity.pending:
+                    continue
+                known = before.get((engine, text))
+                if known is None or known.progress != activity.progress:
+                    known = _Standstill(activity.progress, now)
                 self._standstills[engine, text] = known
-                seconds = known.lasts_s(activity, now)
+                seconds = now - known.since
                 if seconds >= max(self._timeout_s, activity.limit_s) and engine not in hung:
                     hung[engine] = f"hung: {text.format(seconds)} (step {reading.steps})"
         return hung

@@ -84,6 +84,7 @@ def test_waiting_for_work_is_no_unit(watched):
     watched.progress.set_busy(True)
     watched.units(1.0, tokens=1)
     watched.progress.set_busy(False)
+    assert watched.now.limit_s == 0.0
     watched.clock.advance(1000.0)
     watched.progress.set_busy(True)
     watched.units(1.0, tokens=1)

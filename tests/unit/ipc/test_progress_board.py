@@ -27,7 +27,7 @@ def test_an_engine_is_read_as_it_wrote(board):
     cells.unit_done()
     cells.step_done()
     other.turned()
-    assert board.read(7, LIFE) == (1, (True, 2, 12.5), (False, 0, 0.0))
+    assert board.read(7, LIFE) == (1, (True, 2, 12.5), (False, 0, 12.5))
     assert board.read(4, LIFE) == (0, (False, 0, 0.0), (False, 1, 0.0))
     EngineCells(board.place, 7)  # the next engine of this rank begins anew
     assert board.read(7, LIFE) == (0, (False, 0, 0.0), (False, 0, 0.0))

@@ -69,12 +69,19 @@ def books(request) -> Bookkeeper:
     return Bookkeeper(request.param, num_blocks=NUM_BLOCKS)
 
 
-def runner_for(books: Bookkeeper, max_num_seqs: int = 8) -> ModelRunner:
+def runner_for(
+    books: Bookkeeper, max_num_seqs: int = 8, on_unit: Callable[[int], None] = lambda tokens: None
+) -> ModelRunner:
     model = Arithmetic()
     shape = (NUM_BLOCKS, 2, 1, BLOCK_SIZE, 1)
     caches = [torch.full(shape, float("nan"), dtype=torch.float64) for _ in books.layout.groups]
     runner = ModelRunner(
-        model, caches, books.layout, max_num_seqs=max_num_seqs, num_known_tokens=VOCAB
+        model,
+        caches,
+        books.layout,
+        max_num_seqs=max_num_seqs,
+        num_known_tokens=VOCAB,
+        on_unit=on_unit,
     )
     runner.model = model
     return runner
@@ -146,13 +153,15 @@ def test_logits_are_made_for_sampling_rows_only(books):
 
 def test_logits_in_pieces(books, monkeypatch):
     monkeypatch.setattr("trimaran.worker.model_runner._LOGITS_BYTES", 4 * VOCAB * 3)
-    runner = runner_for(books)
+    units: list[int] = []
+    runner = runner_for(books, on_unit=units.append)
     names = "abcdefgh"
     for seed, name in enumerate(names):
         params = SamplingParams(seed=0, temperature=0.0, logprobs=0 if name in "bg" else None)
         books.enter(name, prompt(seed, 4), 4, params)
     output = run(runner, books, dict.fromkeys(names, 4))
     assert runner.model.logits_rows == [3, 3, 2]
+    assert units == [4 * len(names)] * (len(books.layout.groups) + 3)  # layers, pieces
     for seed, name in enumerate(names):
         token = expected_output(prompt(seed, 4), 1, books)
         assert books.sequences[name].tokens[4:] == token

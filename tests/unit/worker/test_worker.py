@@ -33,14 +33,17 @@ def checkpoint(folder: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
-def executor_for(folder: Path, max_num_seqs: int = 4, **model) -> InprocExecutor:
+def executor_for(
+    folder: Path, max_num_seqs: int = 4, on_unit=lambda tokens: None, **model
+) -> InprocExecutor:
     return InprocExecutor(
         EngineConfig(
             model=ModelConfig(model=str(folder), **model),
             cache=CacheConfig(block_size=8),
             executor=ExecutorConfig(threads=1, kernels="torch"),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=32),
-        )
+        ),
+        on_unit,
     )
 
 
@@ -72,6 +75,16 @@ def test_facts_and_progress(tmp_path):
     executor.shutdown()
     executor.shutdown()
     assert executor.worker is None
+
+
+def test_every_layer_and_every_piece_of_the_head_is_a_unit(tmp_path):
+    units: list[int] = []
+    executor = executor_for(checkpoint(tmp_path, torch.float32), on_unit=units.append)
+    facts = executor.load(ignore)
+    executor.initialize_kv_cache(KVCacheConfig(facts.layout, num_blocks=40))
+    executor.warm_up(ignore)
+    # A prompt within the budget of 32 tokens, one token more, a batch of 4: each 4 layers, 1 head.
+    assert units == [32] * 5 + [1] * 5 + [4] * 5
 
 
 @pytest.mark.parametrize(
