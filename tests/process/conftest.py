@@ -164,6 +164,16 @@ def _descriptors():
     return found
 
 
+@pytest.fixture(scope="session", autouse=True)
+def only_new_objects_are_collected():
+    """Each test here collects garbage twice; what other suites left on the heap need not be gone
+    through for it each time (a second a test behind the suites that load models)."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch, tmp_path, pyzmqs_thread):
     # tmp_path: pytest's own folder is made before ours.
