@@ -167,19 +167,24 @@ def test_a_death_is_known_as_soon_as_it_happens(drive):
 
 
 @both_clients
-def test_an_idle_engine_and_client_use_next_to_no_cpu(drive, client_type):
+def test_an_idle_engine_and_client_hardly_ever_wake(drive, client_type):
+    """How often, not how long: what a wake-up costs is the machine's affair (milliseconds where
+    idle memory is taken away, else microseconds)."""
     driver = drive(client_type, mock_config())
     driver.run("wait_ready")
+    driver.run("control", Ping())  # behind it the start is over
     processes = engine_pid(), os.getpid()
 
-    def cpu_s(process):
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    def num_waits(process):
+        return sum(
+            int(status.read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+            for status in Path(f"/proc/{process}/task").glob("*/status")
+        )
 
-    before = [cpu_s(process) for process in processes]
+    before = [num_waits(process) for process in processes]
     time.sleep(2.0)  # what is measured: two seconds in which nothing is asked
-    for process, used in zip(processes, before, strict=True):
-        assert cpu_s(process) - used < 0.045  # the clock ticks in hundredths
+    for process, known in zip(processes, before, strict=True):
+        assert num_waits(process) - known < 30
 
 
 def test_llm_hears_the_cause(tmp_path, monkeypatch):

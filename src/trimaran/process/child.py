@@ -53,7 +53,9 @@ def main() -> None:
     answer_sigusr1(bootstrap.stacks_fd)
     for descriptor in (bootstrap.death_fd, bootstrap.failure_fd, bootstrap.stacks_fd):
         os.set_inheritable(descriptor, False)
-    faulthandler.enable()
+    # Of the thread that crashed only: to walk the stacks of running ones can crash again, and then
+    # the parent hears of another signal than the first.
+    faulthandler.enable(all_threads=False)
     arm_failure_report(bootstrap.failure_fd)
     try:
         entry = resolve(bootstrap.entry)
