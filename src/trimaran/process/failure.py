@@ -34,12 +34,18 @@ class ChildFailure(msgspec.Struct, array_like=True, frozen=True):
 
 def failure_of(error: BaseException) -> ChildFailure:
     """The first cause of an exception, in words."""
+    trace = "".join(traceback.format_exception(error))[-_MAX_TEXT_CHARS:]
+    return msgspec.structs.replace(_without_traceback(error), traceback=trace)
+
+
+def _without_traceback(error: BaseException) -> ChildFailure:
+    """Needs next to no memory: a traceback reads the sources that it quotes."""
     hint = getattr(error, "hint", None)
     return ChildFailure(
         type_name=type(error).__name__,
         message=str(getattr(error, "message", error))[:_MAX_TEXT_CHARS],
         hint=hint if isinstance(hint, str) else None,
-        traceback="".join(traceback.format_exception(error))[-_MAX_TEXT_CHARS:],
+        traceback="",
     )
 
 
@@ -69,10 +75,11 @@ def report_failure(error: BaseException) -> None:
     if _report.descriptor < 0 or _report.told:
         return
     _report.told, _report.reserve = True, None
-    # The short form first: it stays if the memory does not suffice for the long one.
+    # The short forms first: they stay if the memory does not suffice for the longer ones.
     brief = ChildFailure(type(error).__name__, "", None, "")
     with contextlib.suppress(Exception):
         os.pwrite(_report.descriptor, msgspec.msgpack.encode(brief), 0)
+        os.pwrite(_report.descriptor, msgspec.msgpack.encode(_without_traceback(error)), 0)
         os.pwrite(_report.descriptor, msgspec.msgpack.encode(failure_of(error)), 0)
 
 
